@@ -28,6 +28,7 @@ BUILT_IN = (
     "report",
     "plan",
     "simulate",
+    "scale",
     "doctor",
     "checkpoints",
     "conformance",

@@ -137,6 +137,11 @@ class Evaluator:
                 self._current = _CurrentEvaluation(prompts, answer)
         return answer
 
+    @property
+    def is_active(self) -> bool:
+        """Whether an evaluation is under way, or waits for its start."""
+        return self._current is not None
+
     def start(self, generate: Callable[[Prompt, int], PendingGroup]) -> None:
         """Begin the waiting evaluation, if there is one; ``generate`` begins a group of that many responses."""
         whole, rest = divmod(self._samples, self._group_size)

@@ -51,6 +51,11 @@ class LeaseQueue:
     def __iter__(self) -> Iterator[PromptLease]:
         return iter(self._waiting)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no lease waits, and none is on its way."""
+        return self._request is None and not self._waiting
+
     def refill(self, *, room: int) -> None:
         """Request ``room`` leases if none wait, and take the answer of the open request if it is there."""
         if self._request is None and not self._waiting and room > 0:

@@ -155,12 +155,17 @@ class PromptLedger:
         self._untrained = UntrainedPrompts()  # since the last call of take_untrained
         self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
+        self.lead_groups: int | None = None
+        """The most groups that may be active beyond those of the present version; None: as the bound permits."""
 
     # -- rollout side -------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
         """Return the number of groups that the staleness bound and the stream's end admit now."""
-        bound = min((self._max_staleness + self.version + 1) * self._groups_per_version, self._total_groups)
+        batch, lead = self._groups_per_version, self._max_staleness * self._groups_per_version
+        if self.lead_groups is not None:
+            lead = min(lead, self.lead_groups)  # a stricter admission: the proof holds as it is
+        bound = min((self.version + 1) * batch + lead, self._total_groups)
         return max(0, bound - self._trained - len(self._accepted) - len(self._running)) if self._open else 0
 
     def lease(self, count: int, *, replica: str, now_s: float) -> list[PromptLease]:

@@ -65,7 +65,7 @@ class Rollouter:
     end all unfinished work: leased prompts are dropped, an evaluation starts again. ``rewards`` scores finished
     groups, and ``generator`` makes them on ``engine`` (default: single turns); :meth:`run` closes both.
 
-    One thread calls ``step``, ``run`` and ``stats``; any thread may call ``evaluate`` and ``step_s``.
+    One thread calls ``step``, ``run`` and ``stats``; any thread may call ``evaluate``, ``leave`` and ``step_s``.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Rollouter:
         self._had_weights = False
         self._next_request_s: float | None = 0.0  # None: weights are requested, and no transfer has ended since
         self._step_began_s: float | None = None  # None: outside of run
+        self._leaving = threading.Event()
 
     # -- calls from other threads -------------------------------------------------------------------------------
 
@@ -106,6 +107,10 @@ class Rollouter:
         """
         return self._evaluator.request(prompts)
 
+    def leave(self) -> None:
+        """Let :meth:`run` return when its leased prompts are finished; lease no more of them. Does not block."""
+        self._leaving.set()
+
     def step_s(self) -> float:
         """Return the seconds since the present step of :meth:`run` began; 0.0 outside of it. Does not block."""
         began_s = self._step_began_s
@@ -114,9 +119,12 @@ class Rollouter:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
-        """Step until ``stop`` is set. Unfinished prompts are dropped; the ledger gives their leases to others."""
+        """Step until ``stop`` is set, or until all work is done after :meth:`leave`.
+
+        Unfinished prompts are dropped; the ledger gives their leases to others.
+        """
         try:
-            while not stop.is_set():
+            while not stop.is_set() and not self._has_left():
                 self._step_began_s = time.monotonic()
                 if not self.step():
                     stop.wait(0.002)
@@ -140,6 +148,10 @@ class Rollouter:
             self._report_progress()
         self._sleep_if_idle()
         return generated
+
+    def _has_left(self) -> bool:
+        busy = self._generator.pending() or self._scoring or self._evaluator.is_active
+        return self._leaving.is_set() and self._leases.is_empty and not busy
 
     def stats(self) -> dict[str, float]:
         """Return running totals of tokens, groups, transfers, sleeps and errors, and the seconds of each activity."""
@@ -192,7 +204,7 @@ class Rollouter:
         self._had_weights |= self.engine.version >= 0
         if not self._had_weights:
             return
-        self._leases.refill(room=self._generator.room())
+        self._leases.refill(room=0 if self._leaving.is_set() else self._generator.room())
         if self._leases or self._evaluator.is_waiting or self._generator.pending():
             if self._sleeper.asleep:
                 with self._clock.during("sleep"):

@@ -26,10 +26,12 @@ from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.processes.answers import Answer
 from hwrl.run.report import Metrics, RecordedView, RunReport, StepRates, View
+from hwrl.run.report.bottleneck import BATCH_WAIT
 from hwrl.run.report.summary import Summary, summarise, unknown_goals
 from hwrl.run.report.traces import StepTimes, finish_traces
 from hwrl.run.report.trackers import start_trackers
 from hwrl.run.run_directory import claimed_directory
+from hwrl.run.throttle import Throttle
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -74,6 +76,7 @@ class Pipeline:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
+        self._throttle = _throttle_of(config)
         self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
@@ -185,6 +188,7 @@ class Pipeline:
         """Do one training step; start an evaluation and save a checkpoint if they are due. Return early on a signal."""
         version = self.step // self._config.async_training.trigger_parameter_sync_step
         groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
+        requested_s = time.perf_counter()
         if not self._wait_for_batch(answer):
             self._fleet.ledger.abandon_take()
         info = self._fleet.ledger.value_of(answer)
@@ -192,10 +196,10 @@ class Pipeline:
         # it.
         if info is None:
             return
-        began_unix_s = time.time()
+        began_unix_s, waited_s = time.time(), time.perf_counter() - requested_s
         outcome = self._fleet.trainers.step(groups)
         self.step += 1
-        line = self._record_step(outcome, info)
+        line = self._record_step(outcome, info, waited_s=waited_s)
         self._trace_step(outcome, info, version=version, began_unix_s=began_unix_s)
         profiled = self._config.train.profile_steps
         if profiled is not None and self.step == profiled[1]:
@@ -216,15 +220,20 @@ class Pipeline:
                 self._fleet.send_awaited_weights()
         return True
 
-    def _record_step(self, outcome: StepOutcome, info: BatchInfo) -> Metrics:
+    def _record_step(self, outcome: StepOutcome, info: BatchInfo, *, waited_s: float) -> Metrics:
         self._log_failed(info.untrained.failed)
+        self._rates.devices = self._fleet.device_counts
+        rates = {**self._rates.metrics(outcome.metrics, info), BATCH_WAIT: waited_s}
+        throttled = {} if self._throttle is None else self._throttle.metrics()
         line = self._report.add(
             self.step,
-            {**outcome.metrics, **self._rates.metrics(outcome.metrics, info)},
+            {**outcome.metrics, **rates, **throttled},
             prompts=info.sequence_numbers,
             untrained=info.untrained,
             samples=outcome.samples,
         )
+        if self._throttle is not None and self._throttle.observe(line, replicas=self._fleet.replicas.running):
+            self._fleet.set_throttle(self._throttle.state)
         if self.step == self._first_step:
             sets = [one.name for one in self._config.data.eval_sets]
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
@@ -376,6 +385,13 @@ _EVALUATION_TRIES = 3
 """How often an evaluation of the last weights may begin."""
 _EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before the first prompt."""
+
+
+def _throttle_of(config: Config) -> Throttle | None:
+    if not config.async_training.adaptive:
+        return None
+    staleness, sleeps = config.async_training.staleness_threshold, config.rollout.free_cache_engine
+    return Throttle(staleness=staleness, batch_groups=config.groups_per_version, sleeps=sleeps)
 
 
 def _is_due(step: int, every: int) -> bool:

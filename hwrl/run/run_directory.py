@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hwrl.checkpoint import DirectoryLock, DurableFS
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.report import CURVE, METRICS, PROMPTS
 
@@ -71,6 +71,24 @@ def _write_config(config: Config) -> None:
     if has_checkpoints or _has_lines(config.dir / METRICS):
         _check_same_run(config, before)
     DurableFS().replace_file(path, dump_run_config(config))  # hwrl would not recognise half a file as its own
+
+
+def record_replicas(config: Config, replicas: int) -> None:
+    """Write the new number of replicas into the run's configuration: a resume from this file begins with it.
+
+    Raises RunDirectoryError if that fails.
+    """
+    least = config.rollout.min_replicas
+    numbers = {"replicas": replicas, "min_replicas": None if least is None else min(least, replicas)}
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=numbers)})
+    try:
+        DurableFS().replace_file(config.dir / RUN_CONFIG, dump_run_config(changed))
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"{config.dir / RUN_CONFIG} cannot be written",
+            why=str(exc),
+            fix="repair the cause in the run directory; the replicas have changed, and a resume would not know it",
+        ) from exc
 
 
 def _has_lines(path: Path) -> bool:

@@ -15,6 +15,7 @@ from hwrl.weights.engine_receiver import EngineReceiver, Taken
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.members import LinkMembers
+from hwrl.weights.membership import withdraw
 from hwrl.weights.memory import receiver_nbytes, sender_nbytes
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
@@ -98,4 +99,5 @@ __all__ = [
     "slab_sizes",
     "whole_rules",
     "with_transport",
+    "withdraw",
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection
 
+from hwrl.comm import Store
 from hwrl.weights.control import ControlChannel
 
 LOST = 0
@@ -27,6 +29,7 @@ class Membership:
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
         """Member → the content committed by it, by its number."""
+        self._postponed_s: dict[int, float] = {}  # new member → when it first missed a version
         self._joins_seen = 0
         self._numbers_seen = 0
         self._incomplete: set[int] = set()  # join numbers without a request so far
@@ -95,6 +98,20 @@ class Membership:
         with self._lock:
             return sum(found == content for found in self.served.values())
 
+    def newcomers(self, members: Collection[int]) -> set[int]:
+        """Return those of ``members`` that have committed nothing; none as long as no member at all has."""
+        with self._lock:
+            return {member for member in members if member not in self.served} if self.served else set()
+
+    def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> list[int]:
+        """Note that new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.
+
+        Return those that have missed versions for ``limit_s`` seconds.
+        """
+        with self._lock:
+            first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
+            return [member for member, began_s in first_s.items() if time.monotonic() - began_s >= limit_s]
+
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""
         excluded = {}
@@ -116,3 +133,17 @@ class Membership:
     def _drop(self, member: int) -> None:
         self.members.pop(member, None)
         self.served.pop(member, None)
+        self._postponed_s.pop(member, None)
+
+
+def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
+    """Withdraw the requests of a dead ``replica`` from the links ``names``: no sender waits for it after that.
+
+    The process is dead, so it cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... count, too. Call
+    it before a replacement of the same name joins. Needs two round trips to the store for each request so far.
+    """
+    for name in names:
+        channel = ControlChannel(store, name=name, payloads={})
+        for number in range(1, channel.join_counts()[1] + 1):
+            if (channel.replica(number) or "").partition("/")[0] == replica:
+                channel.leave(number)

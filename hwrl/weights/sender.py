@@ -36,6 +36,9 @@ class WeightSender:
     and receivers fetch them later: at most ``versions`` files (1 if only one version is ever sent), in memory or under
     ``directory``.
 
+    A new receiver that does not come within a second, while others do, gets a later version instead. It is excluded if
+    it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for long.
+
     ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
     each wait for receivers; they derive their own limits from it.
 

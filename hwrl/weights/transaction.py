@@ -40,6 +40,8 @@ _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
 _BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
 _STOP_S = 0.01
+_PATIENCE_S = 1.0
+"""The longest wait for a new receiver while others wait for the version, too. It gets a later one."""
 WHY_CHARACTERS = 300
 
 
@@ -216,6 +218,7 @@ class Transaction:
         self._link, self._offer, self._clock = link, offer, clock
         self._proposal: Proposal | None = None  # the newest one
         self._seen: set[int] = set()  # members seen ready in some round
+        self._postponed: set[int] = set()  # new members without this version
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
         self._spent = False  # whether the source was read, and can be read only once
@@ -241,7 +244,7 @@ class Transaction:
 
     def _repeat_rounds(self) -> None:
         """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""
-        begin, without_culprit, rounds = time.monotonic(), 0, 0
+        begin, without_culprit, rounds = time.monotonic(), 0, 0  # without_culprit: nobody was excluded or postponed
         passed_s, timeout_s = 0.0, self._link.limits.timeout_s
         if self._offer.to is not None:
             self._link.membership.refresh()
@@ -249,17 +252,15 @@ class Transaction:
         while without_culprit < _ROUNDS_WITHOUT_CULPRIT and passed_s < _BEGIN_WITHIN * timeout_s:
             self._link.channel.check_epoch(self._link.epoch)
             self._link.membership.refresh()
-            to = self._link.membership.lacking(self._offer.content, self._offer.to)
-            excluded = len(self._excluded)
-            if passed_s >= timeout_s:  # new members must not delay the version forever
-                to = [member for member in to if member in self._seen]
+            to = self._awaited(passed_s)
+            blamed = len(self._excluded) + len(self._postponed)
             if not to:
                 return
             sending = self._propose(to)
             if self._run_round(sending):
                 return
             self._check_not_spent()
-            without_culprit += len(self._excluded) == excluded and not sending.gone()
+            without_culprit += len(self._excluded) + len(self._postponed) == blamed and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
             f"version {self._offer.version} could not be sent",
@@ -267,6 +268,19 @@ class Transaction:
             f"answered; the last: {self._last_failure}",
             fix="look at the connection between the machines; receivers continue with the version that they have",
         )
+
+    def _awaited(self, passed_s: float) -> list[int]:
+        """Return the members to propose the version to, ``passed_s`` seconds after the first proposal.
+
+        Members that join again and again must not delay it: after a while only those are new that were seen ready.
+        """
+        link = self._link
+        to = [one for one in link.membership.lacking(self._offer.content, self._offer.to) if one not in self._postponed]
+        new = link.membership.newcomers(to)
+        if passed_s >= link.limits.timeout_s:
+            new = set(to)
+        late = passed_s >= _PATIENCE_S
+        return [member for member in to if not (late and member in new) or member in self._seen]
 
     def _propose(self, to: Sequence[int]) -> SenderRound:
         link = self._link
@@ -297,9 +311,15 @@ class Transaction:
         with self._clock("gather"), torch.no_grad():
             reader.read_ahead()  # receivers are getting ready meanwhile
         with self._clock("rendezvous"):
-            late = sending.wait_for_ready(timeout_s)
+            new, began_s = self._link.membership.newcomers(proposal.to), time.monotonic()
+            late = sending.wait_for_ready(timeout_s, newcomers=new, patience_s=_PATIENCE_S)
             self._seen |= sending.seen
-            self._exclude(late, f"it did not come to receive within {timeout_s:g} s")
+            silent: Sequence[int] = late
+            if new.issuperset(late):
+                silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
+                self._postpone([member for member in late if member not in silent])
+                self._postponed.update(silent)
+            self._exclude(silent, f"it did not come to receive within {timeout_s:g} s")
             if not late:
                 self._link.membership.note_at_risk(proposal.to)
             self._link.channel.start(proposal, Start.WITHDRAWN if late else Start.GO)
@@ -308,6 +328,12 @@ class Transaction:
             return False
         self._link.forget_proposals_before(proposal)
         return True
+
+    def _postpone(self, late: Sequence[int]) -> None:
+        names = self._link.membership.members
+        if waited_for := ", ".join(repr(names[member]) for member in late if member in names):
+            _log.warning("version %s goes out without the new receiver %s", self._offer.version, waited_for)
+        self._postponed.update(late)
 
     def _send_and_decide(self, sending: SenderRound, reader: TensorReader) -> bool:
         """Transfer the tensors, collect the votes, and decide."""

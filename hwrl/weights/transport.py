@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -154,14 +154,22 @@ class SenderRound:
         self._membership.refresh()
         return [member for member in self.proposal.to if member not in self._membership.members]
 
-    def wait_for_ready(self, timeout_s: float) -> Sequence[int]:
-        """Wait for all receivers; return the late ones, or at once the gone ones."""
+    def wait_for_ready(
+        self, timeout_s: float, *, newcomers: Collection[int] = (), patience_s: float = 0.0
+    ) -> Sequence[int]:
+        """Wait for all receivers; return the late ones, or at once the gone ones.
+
+        If only ``newcomers`` are missing, wait for them until ``patience_s`` after the call, not longer.
+        """
+        began_s = time.monotonic()
         late: Sequence[int] = self.proposal.to
         for late in self._look(self._missing_ready, timeout_s):
             self.seen.update(member for member in self.proposal.to if member not in late)
             gone = self.gone()  # a receiver may have been ready, and was cancelled
             if gone:
                 return gone
+            if late and set(late) <= set(newcomers) and time.monotonic() - began_s >= patience_s:
+                return late
         return late
 
     def wait_for_votes(self, timeout_s: float) -> Sequence[int]:

@@ -345,3 +345,19 @@ def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_withi
     assert sorted(settled) == list(range(ledger.state_dict()["next"]))
     assert settled == {number: ledger.state_of(number) for number in settled}
     assert [len(numbers) for numbers, _ in run.lines] == [batch] * steps
+
+
+def test_a_smaller_lead_admits_less_and_a_larger_one_no_more_than_the_bound() -> None:
+    ledger = ledger_of(batch=4, staleness=2)
+    ledger.lead_groups = 3
+    leases = ledger.lease(100, replica="a", now_s=0)
+    assert len(leases) == 7
+    for lease in leases[:4]:
+        ledger.complete(finished(lease))
+    assert ledger.take(4) is not None
+    ledger.advance(1)
+    assert ledger.capacity() == 4
+    ledger.lead_groups = 0
+    assert ledger.capacity() == 1
+    ledger.lead_groups = 100
+    assert ledger.capacity() == 9

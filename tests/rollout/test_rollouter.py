@@ -349,3 +349,19 @@ def test_an_engine_without_a_level_never_sleeps() -> None:
     step_until(rollouter, lambda: time.monotonic() > waited_until_s)
     assert not engine.naps
     assert "sleeps" not in rollouter.stats()
+
+
+def test_a_leaving_rollouter_finishes_its_prompts_and_the_request_on_its_way_and_asks_for_no_more() -> None:
+    desk = Throttled([2, 1])
+    rollouter = rollouter_of(desk)
+    steps(rollouter, 2)
+    rollouter.leave()
+    running = threading.Thread(target=rollouter.run, args=[threading.Event()])
+    running.start()
+    running.join(0.1)
+    assert running.is_alive(), "leases may still come"
+    answer = rollouter.evaluate([Lengths()[0]])
+    desk.give()
+    running.join(10.0)
+    assert not running.is_alive() and len(desk.asked) == 1
+    assert sorted(group.sequence_number for group in desk.groups) == [1, 2] and answer.result(0) is not None

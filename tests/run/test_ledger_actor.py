@@ -157,3 +157,19 @@ def test_a_stream_without_variance_ends_the_run() -> None:
             await batch
 
     asyncio.run(scene())
+
+
+def test_a_parked_replica_gets_no_prompts_and_what_it_has_still_counts() -> None:
+    async def scene() -> None:
+        actor = LedgerActor(config_of())
+        await begin(actor)
+        (held,) = await actor.lease(1, "a#0")
+        asleep = asyncio.create_task(actor.lease(1, "a#0"))
+        await actor.set_throttle(None, ["a#0"])
+        assert not asleep.done() and not await actor.has_finished("a#0"), "it waits, and asks seldom"
+        await actor.complete([finished(held)], "a#0", {"groups": 1.0})
+        assert await actor.has_finished("a#0")
+        await actor.set_throttle(None, [])
+        assert [lease.sequence_number for lease in await asleep] == [1]
+
+    asyncio.run(scene())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from hwrl.errors import InputChangedError
+from hwrl.errors import EngineError, InputChangedError
 from hwrl.run.config import parse_config
 from hwrl.run.fleet.replicas import Replicas
+from hwrl.run.fleet.restarts import RestartPlan
 
 
 class StandInHandle:
@@ -22,15 +24,19 @@ class StandInHandle:
     def __init__(self) -> None:
         start = len(StandInHandle.handles)
         StandInHandle.handles += (self,)
-        self.set_up_answer = (f"set up {start}", StandInHandle.set_up_errors[start])
+        errors = StandInHandle.set_up_errors
+        self.set_up_answer = (f"set up {start}", errors[start] if start < len(errors) else None)
         self.run_answer = (f"run {start}", None)
-        self.killed = False
+        self.killed = self.leaving = False
 
     def set_up(self, *arguments: Any, **keywords: Any) -> Any:
         return self.set_up_answer
 
     def run(self) -> Any:
         return self.run_answer
+
+    def leave(self) -> None:
+        self.leaving = True
 
     def kill(self) -> None:
         self.killed = True
@@ -46,11 +52,40 @@ def ignore(*arguments: Any) -> Any:
     return 0
 
 
-def replicas_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None) -> Replicas:
-    """Return one replica of a run, whose starts have these errors. Its set-up may take 0.1 s."""
+@dataclass
+class World:
+    """Replicas of a run, and everything that they tell others."""
+
+    replicas: Replicas
+    logged: list[str]
+    withdrawn: list[str]
+    finished: set[str]
+    """The replica ids that have handed in a prompt."""
+    clock: SimpleNamespace
+
+    def set_up(self) -> None:
+        """Let all replicas that are being set up run."""
+        for handle in StandInHandle.handles:
+            self.replicas.handle_event(cast(Any, handle.set_up_answer))
+
+    def end(self, number: int) -> None:
+        """End the process of start ``number``."""
+        self.replicas.handle_event(cast(Any, StandInHandle.handles[number].run_answer))
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self.clock.now_s += seconds
+        self.replicas.start_due()
+
+
+def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, **rollout: Any) -> World:
+    """Return the replicas of a run, whose starts have these errors. A set-up may take 0.1 s."""
     monkeypatch.setattr("hwrl.run.fleet.replicas.ReplicaHandle", StandInHandle)
     monkeypatch.setattr("hwrl.run.fleet.replicas.value_of", value_of)
     monkeypatch.setattr("hwrl.run.fleet.replicas.why_ended", lambda answer: "killed")
+    clock = SimpleNamespace(now_s=0.0)
+    plan = lambda limit: RestartPlan(limit, clock=lambda: clock.now_s)  # noqa: E731 - a constructor with the clock
+    monkeypatch.setattr("hwrl.run.fleet.replicas.RestartPlan", plan)
     monkeypatch.setattr(StandInHandle, "set_up_errors", set_up_errors)
     monkeypatch.setattr(StandInHandle, "handles", ())
     config = parse_config(
@@ -59,27 +94,40 @@ def replicas_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | Non
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
             "reward": {"function": "m:f"},
+            "rollout": rollout,
             "timeouts": {"start_s": 0.1},
         }
     )
-    devices = SimpleNamespace(replicas=["replica-0"], ray_options=lambda name: {}, check_report=ignore, forget=ignore)
-    ledger = SimpleNamespace(handle=None, forget=ignore, expire_overdue=list)
-    monitor = SimpleNamespace(watch=ignore, forget=ignore, loop_turn_s=lambda name: 0.0)
-    return Replicas(
+    logged: list[str] = []
+    withdrawn: list[str] = []
+    finished: set[str] = set()
+    devices = SimpleNamespace(
+        replicas=[f"replica-{index}" for index in range(config.rollout.replicas)],
+        ray_options=lambda name: {},
+        may_wait=False,
+        count_waiting=ignore,
+        **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
+    )
+    ledger = SimpleNamespace(
+        handle=None, forget=ignore, expire_overdue=list, has_finished=lambda replica_id: replica_id in finished
+    )
+    replicas = Replicas(
         config,
         devices=cast(Any, devices),
         ledger=cast(Any, ledger),
-        monitor=cast(Any, monitor),
+        monitor=cast(Any, SimpleNamespace(watch=ignore, forget=ignore, loop_turn_s=lambda name: 0.0)),
         setup_of=ignore,
         seed=1,
-        log=ignore,
+        withdraw=withdrawn.append,
+        log=cast(Any, lambda text, *, kind: logged.append(f"{kind}: {text}")),
     )
+    replicas.start()
+    return World(replicas, logged, withdrawn, finished, clock)
 
 
 def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = InputChangedError("train.jsonl changed during the run", why="an edit", fix="restore it")
-    replicas = replicas_of(monkeypatch, None, refusal, refusal)
-    replicas.start()
+    replicas = world_of(monkeypatch, None, refusal, refusal).replicas
     replicas.handle_event(replicas.answers[0])  # it is set up
     replicas.handle_event(replicas.answers[0])  # it has died
     replicas.handle_event(replicas.answers[0])  # its replacement refuses to start
@@ -89,3 +137,73 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
     assert replicas.refused and not replicas.are_being_set_up and replicas.answers == []
     with pytest.raises(InputChangedError, match="changed during the run"):
         replicas.raise_refusal()
+
+
+def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, replicas=2, min_replicas=1, max_restarts=4)
+    world.set_up()
+    world.end(1)
+    for number, pause_s in enumerate((1.0, 2.0, 4.0), start=2):
+        assert len(StandInHandle.handles) == number + 1, "the first restart is immediate"
+        world.set_up()
+        world.end(number)
+        assert world.logged[-1].endswith(f"a new replica starts in {pause_s:g} s")
+        world.wait(pause_s - 0.1)
+        assert len(StandInHandle.handles) == number + 1
+        world.wait(0.2)
+    world.set_up()
+    world.end(5)
+    assert world.logged[-1].startswith("scale: rollout replica-1 ended (killed)")
+    assert world.logged[-1].endswith("it died 5 times in a row and is given up: 1 are left")
+    assert world.withdrawn == ["replica-1"] * 5 and world.replicas.wanted == 1
+    world.wait(1e6)
+    assert len(StandInHandle.handles) == 6
+
+
+def test_a_replica_that_finishes_prompts_between_its_deaths_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(monkeypatch, max_restarts=1)
+    for start in range(20):
+        world.set_up()
+        world.finished.add(f"replica-0#{start}")
+        world.end(start)
+    assert len(StandInHandle.handles) == 21 and not any("in 1 s" in line for line in world.logged)
+
+
+def test_too_few_replicas_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(monkeypatch, max_restarts=1)
+    world.set_up()
+    world.end(0)
+    world.set_up()
+    with pytest.raises(EngineError, match=r"died 2 times in a row[\s\S]*killed[\s\S]*rollout\.min_replicas"):
+        world.end(1)
+
+
+def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(monkeypatch)
+    world.set_up()
+    assert world.replicas.scale(3) == "replica-1, replica-2 will join when their models are built"
+    world.set_up()
+    assert world.replicas.running_ids() == ["replica-0#0", "replica-1#1", "replica-2#2"]
+    assert world.replicas.scale(3) == "3 replicas are already there"
+    assert world.replicas.scale(1).startswith("replica-2, replica-1 will leave")
+    assert [handle.leaving for handle in StandInHandle.handles] == [False, True, True]
+    assert world.replicas.running_ids() == ["replica-0#0"]
+    assert world.replicas.scale(2).startswith("replica-3"), "the name of a leaving one is still in use"
+    world.end(1)
+    world.end(2)
+    assert world.logged[-1] == "scale: rollout replica-2 has left (killed); 0 prompts go to others; 1 replicas run"
+    assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
+    assert world.replicas.scale(1).startswith("replica-3"), "one that does not run yet leaves first, at once"
+    assert StandInHandle.handles[3].killed and not world.replicas.are_being_set_up
+
+
+def test_a_replica_that_cannot_join_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EngineError("no memory", why="a test", fix="none")
+    world = world_of(monkeypatch, None, broken, broken, max_restarts=1)
+    world.set_up()
+    world.replicas.scale(2)
+    world.set_up()
+    world.set_up()
+    assert "given up: 1 are left" in world.logged[-1] and world.replicas.wanted == 1

@@ -8,13 +8,14 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # Ray has no public function for it
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hwrl.discovery import process_env
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend
 from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import (
+    DeviceCounts,
     DeviceReports,
     HeldDevices,
     Machines,
@@ -59,6 +60,11 @@ class RunDevices:
         assignment = self.plan.assignment
         self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
         self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
+        self._resource, self._divided = resource, divided
+        self.may_wait = not is_local()
+        """Whether a replica that joins may have to wait for devices."""
+        self._first_replicas = dict(self.replicas)  # Ray holds their devices for them to the end
+        self._only_node = nodes[0].number if len(nodes) == 1 else None
         self._reports = DeviceReports([*self.ranks, *self.replicas])
         self._driver_env = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
         self._opens: tuple[int, ...] = ()
@@ -78,6 +84,68 @@ class RunDevices:
             own_devices=divided,
         )
 
+    # -- replicas that join and leave --------------------------------------------------------------------------------
+
+    def add_replica(self, name: str) -> None:
+        """Reserve devices for a further replica; one of the start gets its first devices again.
+
+        On one machine raises ConfigError if too few devices are free. On a cluster the replica requests its devices
+        from Ray when it starts, and waits for them: Ray's autoscaler sees the demand.
+        """
+        known, width = self._first_replicas.get(name), self._width
+        if known is not None:
+            self.replicas[name] = known
+            return
+        used = {device for one in (*self._first_replicas.values(), *self._in_use()) for device in one.devices}
+        if not (self._divided and is_local()):
+            begin = max(used) + 1
+            self.replicas[name] = Reservation(tuple(range(begin, begin + width)), 1.0)
+            return
+        free = [device for device in range(self._backend.device_count()) if device not in used]
+        if len(free) < width:
+            raise ConfigError(
+                f"there are no devices for {name}",
+                why=f"it needs {width}, and {len(free)} of this machine's {self._backend.device_count()} are free",
+                fix="ask for fewer replicas, or join a larger cluster with RAY_ADDRESS",
+            )
+        self.replicas[name] = Reservation(tuple(free[:width]), 1.0)
+        self._numbers |= {device: device for device in free[:width]}
+
+    def remove_replica(self, name: str) -> None:
+        """Let other replicas have the devices of ``name``."""
+        self.replicas.pop(name, None)
+
+    def check_growth(self) -> None:
+        """Raise ConfigError if no replica can join: hwrl numbers the devices of this cluster, in one reservation."""
+        if not is_local() and self._numbers:
+            raise ConfigError(
+                "no replica can join this run",
+                why=f"Ray does not number the devices of {self._resource!r}, so hwrl did it when the run began",
+                fix="end the run, and resume it with another rollout.replicas",
+            )
+
+    def count_waiting(self, replicas: int) -> int:
+        """Return how many of ``replicas`` further replicas Ray has no free devices for at this moment."""
+        if is_local():
+            return 0
+        fits = sum(node.devices // self._width for node in free_nodes(self._resource))
+        return max(0, replicas - fits)
+
+    @property
+    def counts(self) -> DeviceCounts:
+        """The number of devices of the present replicas, and of the run."""
+        rollout = {device for one in self.replicas.values() for device in one.devices}
+        return DeviceCounts(len(rollout), len({device for one in self._in_use() for device in one.devices}))
+
+    @property
+    def _width(self) -> int:
+        return max(len(one.devices) for one in self._first_replicas.values())
+
+    def _in_use(self) -> list[Reservation]:
+        return [*self.ranks.values(), *self.replicas.values()]
+
+    # -- one process -------------------------------------------------------------------------------------------------
+
     def devices_of(self, process: str) -> ProcessDevices:
         """Return the devices for ``process``."""
         devices = self._reservation(process).devices
@@ -92,7 +160,9 @@ class RunDevices:
         """Return Ray's options for the actor of ``process``: its devices, and its backend's environment variables."""
         reservation, assignment = self._reservation(process), self.plan.assignment
         options = self._backend.devices.ray_options(reservation.share * len(reservation.devices))
-        if self._group is not None:
+        if process not in self.ranks and process not in self._first_replicas:
+            options = self._late_options(options)
+        elif self._group is not None:
             bundle = assignment.bundles.index(reservation.devices)
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
@@ -103,6 +173,14 @@ class RunDevices:
             devices=self.devices_of(process).indices,
         )
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
+
+    def _late_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return Ray's options for a replica that joined the run: it is not in the group of the start."""
+        if is_local():
+            return options if self._divided else {"num_cpus": 0}  # the host's cores serve all processes
+        if self.plan.transport == "device" or self._only_node is None:
+            return options
+        return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._only_node, soft=False)}
 
     def check_report(self, process: str, held: HeldDevices | None) -> None:
         """Record the reported devices of ``process``; None if its backend has none.

@@ -87,7 +87,9 @@ class RolloutConfig(Section):
     tensor_parallel: Processes = 1
     """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
-    """Deaths of replicas in a run before it ends with an error; each dead replica is replaced."""
+    """Restarts of a replica with no finished prompt between them, after growing pauses; then it is given up."""
+    min_replicas: Processes | None = None
+    """Replicas that must be left if others are given up; null: ``replicas``, or those after scaling down."""
     threads: Threads = 1
     """Host threads of a replica."""
     free_cache_engine: bool = False
@@ -130,6 +132,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"max_trajectories={self.max_trajectories} must be at least n={self.n}: a prompt's runs go together"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _enough_replicas_begin(self) -> RolloutConfig:
+        if self.min_replicas is not None and self.min_replicas > self.replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} must be at most replicas={self.replicas}")
         return self
 
     @model_validator(mode="after")

@@ -61,6 +61,8 @@ class AsyncConfig(Section):
     """Training steps between two weight versions."""
     partial_rollout: bool = True
     """Take new weights between two tokens of a response; otherwise only after the running responses."""
+    adaptive: bool = False
+    """[Move the lead](training.md#balance) within ``staleness_threshold`` by the waits, and let idle replicas sleep."""
 
 
 class WeightsConfig(Section):

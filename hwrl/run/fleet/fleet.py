@@ -13,7 +13,7 @@ import ray
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
 from hwrl.discovery import get_backend
-from hwrl.errors import attempt_all
+from hwrl.errors import HwrlError, attempt_all
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
@@ -27,6 +27,10 @@ from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import BatchInfo, ProcessSetup
 from hwrl.run.processes.answers import Answer, raise_hwrl_error
 from hwrl.run.report import EventLog
+from hwrl.run.run_directory import record_replicas
+from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from hwrl.run.throttle import ThrottleState
+from hwrl.weights import POLICY, POLICY_BASE, withdraw
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -40,7 +44,7 @@ class Fleet:
     """
 
     def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
-        self._config, self._inputs, self._backend = config, inputs, get_backend()
+        self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
         # Other machines of a cluster must reach the store. On one machine nobody else should.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
@@ -63,8 +67,13 @@ class Fleet:
             monitor=self._monitor,
             setup_of=self._setup_of,
             seed=config.seed * 1_000_003 + _newest_step(config),
-            log=partial(log, kind="replica"),
+            withdraw=partial(self._withdraw, links=(POLICY,) if config.model.lora is None else (POLICY, POLICY_BASE)),
+            log=log,
         )
+        self._requests: ScaleRequests | None = None
+
+    def _withdraw(self, replica: str, *, links: Sequence[str]) -> None:
+        withdraw(self._store, names=links, replica=replica)
 
     def _setup_of(self, process: str) -> ProcessSetup:
         devices = self._devices.devices_of(process)
@@ -84,6 +93,7 @@ class Fleet:
             while self.replicas.are_being_set_up:
                 self.watch([])
         self.replicas.raise_refusal()
+        self._requests = ScaleRequests(self._config.dir)
 
     def describe_size(self) -> str:
         """Return the numbers of processes, in words."""
@@ -91,8 +101,8 @@ class Fleet:
 
     @property
     def device_counts(self) -> DeviceCounts:
-        """The number of devices of the replicas, and of the run."""
-        return self._devices.plan.assignment.counts
+        """The number of devices of the replicas, and of the run, at present."""
+        return self._devices.counts
 
     def describe(self) -> str:
         """Return the processes, their reported devices, and the transport of weights, in words."""
@@ -114,6 +124,11 @@ class Fleet:
         """Send the newest weights if a replica waits for them. The trainers must be idle."""
         if self.trainers.replicas_awaiting_weights():
             self.trainers.send_weights()
+
+    def set_throttle(self, state: ThrottleState) -> None:
+        """Limit the lead of the replicas, and lease no prompts to the youngest ``state.asleep`` of them."""
+        running = self.replicas.running_ids()
+        self.ledger.set_throttle(state.lead_groups, running[max(1, len(running) - state.asleep) :])
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -148,6 +163,22 @@ class Fleet:
             else:
                 raise TrainerDiedError(f"{name}: {reason}")
         self.replicas.restart_late()
+        self.replicas.start_due()
+        if self._requests is not None and (request := self._requests.poll()) is not None:
+            self._scale(request)
+
+    def _scale(self, request: ScaleRequest) -> None:
+        """Do what ``hwrl scale`` requests, and answer. The number is in the run's config.yaml from now on."""
+        assert self._requests is not None, "the request came from there"
+        before = self.replicas.wanted
+        try:
+            told = f"{before} → {request.replicas} replicas: {self.replicas.scale(request.replicas)}"
+            record_replicas(self._config, request.replicas)
+        except HwrlError as error:
+            self._requests.answer(request, error=error)
+            return
+        self._log(told, kind="scale")
+        self._requests.answer(request, text=told)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

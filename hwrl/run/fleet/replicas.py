@@ -1,4 +1,4 @@
-"""The rollout replicas of a run: start them, set them up, and restart the dead and the hanging ones."""
+"""The rollout replicas of a run: start them, set them up, restart dead and hanging ones, add and remove some."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -15,11 +16,13 @@ from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.fleet.restarts import RestartPlan
 from hwrl.run.fleet.run_ledger import RunLedger
 from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.processes.actors import ProcessSetup
 from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
+from hwrl.run.report import EventLog
 
 _TRANSFERS_IN_A_TURN = 4
 """The most transfers in one turn of a rollouter's loop."""
@@ -31,16 +34,20 @@ _SEEDS = 1 << 31
 class _Replica:
     handle: ReplicaHandle
     replica_id: str  # of this life alone, in the ledger
-    is_replacement: bool  # the device may stay full for a while after the death of the one before
+    is_first: bool  # it began with the run: an error while it is set up ends the run
     started_s: float
     run: Answer[None] | None = None  # None while it is being set up
+    is_leaving: bool = False
 
 
 class Replicas:
-    """Starts the replicas, and restarts dead ones under their old names, up to ``rollout.max_restarts`` times.
+    """Starts the replicas, and restarts dead ones under their old names, as :class:`RestartPlan` says.
 
-    A replica is set up first, and then runs until the end. Each of the ``answers`` is an event when it is ready: pass
-    it to :meth:`handle_event`.
+    A replica is set up first, and then runs until the end, or until :meth:`scale` lets it leave. Each of the
+    ``answers`` is an event when it is ready: pass it to :meth:`handle_event`. A replica that dies
+    ``rollout.max_restarts`` + 1 times in a row is given up. The run goes on while ``rollout.min_replicas`` are left.
+
+    ``withdraw`` gets the name of each replica that has ended: no weight transfer waits for it after that.
     """
 
     def __init__(
@@ -52,10 +59,16 @@ class Replicas:
         monitor: ProcessMonitor,
         setup_of: Callable[[str], ProcessSetup],
         seed: int,
-        log: Callable[[str], None],
+        withdraw: Callable[[str], None],
+        log: EventLog,
     ) -> None:
         self._config, self._devices, self._ledger, self._monitor = config, devices, ledger, monitor
-        self._setup_of, self._seed, self._log = setup_of, seed, log
+        self._setup_of, self._seed, self._withdraw = setup_of, seed, withdraw
+        self._log = partial(log, kind="replica")
+        self._log_scale = partial(log, kind="scale")
+        self._restarts = RestartPlan(config.rollout.max_restarts)
+        self._wanted: list[str] = []  # the names of all replicas that shall run
+        self._least = config.rollout.min_replicas or config.rollout.replicas
         self._replicas: dict[str, _Replica] = {}
         self._set_ups: dict[Answer[HeldDevices | None], str] = {}
         self._starts = 0
@@ -75,7 +88,7 @@ class Replicas:
     @property
     def are_being_set_up(self) -> bool:
         """Whether a replica is still being set up."""
-        return bool(self._set_ups)
+        return bool(self._set_ups or self._restarts.paused)
 
     def handle_event(self, answer: Answer[Any]) -> None:
         """Let a replica run when it is set up, or restart an ended one. Ignores answers of other processes."""
@@ -91,7 +104,7 @@ class Replicas:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
 
     def _finish_set_up(self, answer: Answer[HeldDevices | None]) -> None:
-        """Let the replica run. After a death it restarts; another error of a first replica ends the run."""
+        """Let the replica run. After a death it restarts; another error of one of the first replicas ends the run."""
         name = self._set_ups.pop(answer)
         replica = self._replicas[name]
         try:
@@ -100,33 +113,33 @@ class Replicas:
             self.restart(name, first_line(exc))
             return
         except (HwrlError, RayTaskError) as exc:
-            if not replica.is_replacement:
+            if replica.is_first:
                 raise
             if isinstance(exc, InputChangedError):
                 self._refusal = exc
                 self._remove(name)  # it is neither late nor silent, and must not restart: the run ends soon
                 return
-            self.restart(name, f"it could not be set up in another's place: {first_line(exc)}")
+            self.restart(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
+        if not replica.is_first:
+            took_s = time.monotonic() - replica.started_s
+            self._log_scale(f"rollout {name} has joined after {took_s:.1f} s; {len(self._running())} replicas run")
 
     # -- start and restart -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all replicas. Does not wait for them."""
-        for name in self._devices.replicas:
-            self._start(name)
+        self._wanted = list(self._devices.replicas)
+        for name in self._wanted:
+            self._start(name, is_first=True)
 
-    def _start(self, name: str) -> None:
-        """Start the replica ``name``. Its prompts and metrics belong to its replica id.
-
-        A replacement has the name of the dead replica, so that a weight transfer stops waiting for the dead one.
-        """
+    def _start(self, name: str, *, is_first: bool = False) -> None:
+        """Start the replica ``name``. Its prompts and metrics belong to its replica id."""
         start, self._starts = self._starts, self._starts + 1
         replica_id = f"{name}#{start}"
         handle = ReplicaHandle(**self._devices.ray_options(name))
-        is_replacement = start >= self._config.rollout.replicas
-        self._replicas[name] = _Replica(handle, replica_id, is_replacement=is_replacement, started_s=time.monotonic())
+        self._replicas[name] = _Replica(handle, replica_id, is_first=is_first, started_s=time.monotonic())
         self._monitor.watch(name, handle)
         set_up = handle.set_up(
             self._setup_of(name),
@@ -138,17 +151,44 @@ class Replicas:
         self._set_ups[set_up] = name
 
     def restart(self, name: str, reason: str) -> None:
-        """End the replica ``name`` and start a new one. Raises EngineError after ``rollout.max_restarts`` deaths."""
+        """End the replica ``name`` and start a new one, at once or after a pause; one that was leaving has left.
+
+        Raises EngineError if it is given up, and too few replicas are left.
+        """
+        replica = self._replicas[name]
+        finished = self._ledger.has_finished(replica.replica_id)
         lost = self._remove(name)
-        self._log(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
-        deaths = self._starts - self._config.rollout.replicas + 1
-        if deaths > self._config.rollout.max_restarts:
+        if replica.is_leaving:
+            self._devices.remove_replica(name)
+            running = len(self._running())
+            self._log_scale(f"rollout {name} has left ({reason}); {lost} prompts go to others; {running} replicas run")
+            return
+        ended = f"rollout {name} ended ({reason}); {lost} prompts go to others"
+        pause_s = self._restarts.add_death(name, finished=finished)
+        if pause_s is None:
+            self._give_up(name, reason, ended)
+            return
+        self._log(f"{ended}, a new replica starts{f' in {pause_s:g} s' if pause_s else ''}")
+        self.start_due()
+
+    def start_due(self) -> None:
+        """Start the replicas whose pause after a death is over."""
+        for name in self._restarts.take_due():
+            self._start(name)
+
+    def _give_up(self, name: str, reason: str, ended: str) -> None:
+        """Go on without ``name``. Raises EngineError if too few replicas are left."""
+        self._wanted.remove(name)
+        self._devices.remove_replica(name)
+        deaths = self._config.rollout.max_restarts + 1
+        if len(self._wanted) < self._least:
             raise EngineError(
-                f"rollout replicas died {deaths} times",
+                f"rollout {name} died {deaths} times in a row, and finished no prompt",
                 why=reason,
-                fix="remove the cause, or raise rollout.max_restarts; resume=true continues the run",
+                fix="remove the cause, or raise rollout.max_restarts; with rollout.min_replicas the run goes on with "
+                "fewer replicas; resume=true continues the run",
             )
-        self._start(name)
+        self._log_scale(f"{ended}; it died {deaths} times in a row and is given up: {len(self._wanted)} are left")
 
     def _remove(self, name: str) -> int:
         """End the replica ``name``; return the number of its prompts, which go to others."""
@@ -157,7 +197,66 @@ class Replicas:
         self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
         self._monitor.forget(name)
         replica.handle.kill()
+        self._withdraw(name)
         return self._ledger.forget(replica.replica_id)
+
+    # -- joining and leaving ---------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> int:
+        """The number of replicas that shall run: those that run, start, or wait for a restart."""
+        return len(self._wanted)
+
+    def scale(self, count: int) -> str:
+        """Let replicas join or leave until ``count`` are wanted; return a sentence about it. Does not block.
+
+        A new replica builds its model while the others go on, and then gets the newest weights. A leaving one finishes
+        its prompts, and leases no more. Raises ConfigError, and changes nothing, if there are too few devices.
+        """
+        before = len(self._wanted)
+        self._least = min(self._least, count)
+        if count > before:
+            return self._add(count - before)
+        names = sorted(self._wanted, key=lambda name: (self._is_running(name), -self._wanted.index(name)))
+        for name in names[: before - count]:
+            self._let_leave(name)
+        left = f"{', '.join(names[: before - count])} will leave when their prompts are finished"
+        return left if count < before else f"{count} replicas are already there"
+
+    def _add(self, count: int) -> str:
+        taken = {*self._replicas, *self._wanted}
+        names = [name for name in map("replica-{}".format, range(len(taken) + count)) if name not in taken][:count]
+        self._devices.check_growth()
+        for done, name in enumerate(names):
+            try:
+                self._devices.add_replica(name)
+            except HwrlError:
+                for other in names[:done]:
+                    self._devices.remove_replica(other)
+                raise
+        waiting = self._devices.count_waiting(count)
+        for name in names:
+            self._wanted.append(name)
+            self._restarts.forget(name)
+            self._start(name)
+        waits = f"; {waiting} of them wait until Ray has devices for them" if waiting else ""
+        return f"{', '.join(names)} will join when their models are built{waits}"
+
+    def _let_leave(self, name: str) -> None:
+        self._wanted.remove(name)
+        self._restarts.forget(name)
+        if self._is_running(name):
+            replica = self._replicas[name] = dataclasses.replace(self._replicas[name], is_leaving=True)
+            replica.handle.leave()
+            return
+        if name in self._replicas:
+            self._remove(name)
+        self._devices.remove_replica(name)
+
+    def _is_running(self, name: str) -> bool:
+        return name in self._replicas and self._replicas[name].run is not None
+
+    # -- replicas without progress ---------------------------------------------------------------------------------
 
     def restart_late(self) -> None:
         """Restart the replicas without progress. They may still answer heartbeats."""
@@ -170,7 +269,9 @@ class Replicas:
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
         turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
         overdue = self._ledger.expire_overdue()
-        for name, replica in self._replicas.items():
+        for name, replica in list(self._replicas.items()):
+            if self._awaits_devices(name):
+                self._replicas[name] = replica = dataclasses.replace(replica, started_s=now_s)
             if replica.replica_id in overdue:
                 late[name] = f"it made no progress on a prompt for rollout.group_timeout_s={group_s:g}"
             elif replica.run is None and now_s - replica.started_s > start_s:
@@ -186,6 +287,11 @@ class Replicas:
                 if replica.replica_id in reasons
             }
         return late
+
+    def _awaits_devices(self, name: str) -> bool:
+        """Return whether Ray has no devices yet for a replica that joined: it is not late."""
+        replica = self._replicas[name]
+        return self._devices.may_wait and not replica.is_first and not self._monitor.is_up(name)
 
     # -- changed inputs --------------------------------------------------------------------------------------------
 
@@ -213,6 +319,16 @@ class Replicas:
 
     def _running_handles(self) -> dict[str, ReplicaHandle]:
         return {replica.replica_id: replica.handle for replica in self._replicas.values() if replica.run is not None}
+
+    @property
+    def running(self) -> int:
+        """The number of running replicas that do not leave."""
+        return len(self.running_ids())
+
+    def running_ids(self) -> list[str]:
+        """Return the replica ids of the running replicas that do not leave, in the order of their names' age."""
+        present = [self._replicas[name] for name in self._wanted if self._is_running(name)]
+        return [replica.replica_id for replica in present]
 
     def begin_stop(self) -> list[Answer[None]]:
         """Tell all replicas to stop; return the answers to wait for."""

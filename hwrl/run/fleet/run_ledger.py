@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from hwrl.errors import EngineError
@@ -41,6 +42,14 @@ class RunLedger:
     def abandon_take(self) -> None:
         """End a waiting :meth:`take`."""
         self._wait(self.handle.abandon_take(), "abandon_take")
+
+    def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> None:
+        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``parked`` replicas."""
+        self._wait(self.handle.set_throttle(lead_groups, parked), "set_throttle")
+
+    def has_finished(self, replica_id: str) -> bool:
+        """Return whether a replica has handed in a prompt, and is not forgotten."""
+        return self._wait(self.handle.has_finished(replica_id), "has_finished")
 
     def forget(self, replica_id: str) -> int:
         """Take back all prompts of a dead replica; return their number. A replacement of it has another id."""

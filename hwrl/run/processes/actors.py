@@ -128,6 +128,7 @@ class LedgerActor:
         self._ledger = make_ledger(config)
         self._replica_totals: dict[str, dict[str, float]] = {}
         self._forgotten: set[str] = set()
+        self._parked: frozenset[str] = frozenset()
         self._takes_abandoned = 0
         self._fatal: HwrlError | None = None
         self._changed = asyncio.Condition()
@@ -140,10 +141,19 @@ class LedgerActor:
         """Lend up to ``count`` prompts to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
-            if replica_id in self._forgotten:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._may_lease(replica_id)), LEASE_WAIT_S)
+            if replica_id in self._forgotten or replica_id in self._parked:
                 return []
             return self._ledger.lease(count, replica=replica_id, now_s=time.monotonic())
+
+    def _may_lease(self, replica_id: str) -> bool:
+        return replica_id not in self._parked and bool(self._ledger.capacity())
+
+    async def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> None:
+        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``parked`` replicas."""
+        async with self._changed:
+            self._ledger.lead_groups, self._parked = lead_groups, frozenset(parked)
+            self._changed.notify_all()
 
     async def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> None:
         """Accept finished groups, and the running totals of their replica."""
@@ -174,6 +184,10 @@ class LedgerActor:
         """Note that a replica has made progress on ``leases``."""
         if replica_id not in self._forgotten:
             self._ledger.renew(leases, now_s=time.monotonic())
+
+    async def has_finished(self, replica_id: str) -> bool:
+        """Return whether a replica has handed in a prompt, and is not forgotten."""
+        return replica_id in self._replica_totals
 
     async def forget(self, replica_id: str) -> int:
         """Put back all prompts of a dead replica; return their number."""
@@ -303,6 +317,7 @@ class RolloutActor:
             from hwrl.run.processes.prompts import evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
+            self._evaluation_prompts = evaluation_prompts(setup.config, setup.inputs)
             self._rollouter = build_rollouter(
                 setup.config,
                 inputs=setup.inputs,
@@ -310,8 +325,7 @@ class RolloutActor:
                 seed=seed,
                 store_address=setup.store_address,
                 ledger=RemoteLedger(ledger, replica_id=replica_id),
-            )
-            self._evaluation_prompts = evaluation_prompts(setup.config, setup.inputs)
+            )  # last: it joins the link of weights, and then a sender waits for `run`
         return _report_devices(self._devices)
 
     def run(self) -> None:
@@ -329,6 +343,11 @@ class RolloutActor:
         assert self._rollouter is not None, "set_up comes first"
         prompts = self._evaluation_prompts[part::parts]
         return self._rollouter.evaluate(prompts).result() if prompts else None
+
+    def leave(self) -> None:
+        """Make ``run`` return when the leased prompts are finished."""
+        assert self._rollouter is not None, "set_up comes first"
+        self._rollouter.leave()
 
     def stop(self) -> None:
         """Make ``run`` return."""

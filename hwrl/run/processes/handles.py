@@ -122,6 +122,10 @@ class ReplicaHandle(ActorHandle):
         """Evaluate the current weights on one of ``parts`` parts of the prompts; the answer is None if it has none."""
         return _send(self._actor.evaluate, part, parts)
 
+    def leave(self) -> Answer[None]:
+        """Make :meth:`run` end when the leased prompts are finished."""
+        return _send(self._actor.leave)
+
     def stop(self) -> Answer[None]:
         """Make :meth:`run` end."""
         return _send(self._actor.stop)
@@ -151,6 +155,14 @@ class LedgerHandle(ActorHandle):
     def renew(self, leases: Sequence[PromptLease], replica_id: str) -> Answer[None]:
         """Report progress on prompts of a replica."""
         return _send(self._actor.renew, leases, replica_id)
+
+    def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> Answer[None]:
+        """Limit the lead of the replicas, and lease nothing to ``parked`` ones."""
+        return _send(self._actor.set_throttle, lead_groups, parked)
+
+    def has_finished(self, replica_id: str) -> Answer[bool]:
+        """Return whether a replica has handed in a prompt."""
+        return _send(self._actor.has_finished, replica_id)
 
     def forget(self, replica_id: str) -> Answer[int]:
         """Take back all prompts of a dead replica; the answer is their number."""

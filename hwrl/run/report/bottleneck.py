@@ -11,6 +11,8 @@ from hwrl.run.report.records import Metrics
 TRAINER_BUSY = ("timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save")
 BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
 """The working time of a replica, in its totals."""
+BATCH_WAIT = "perf/batch_wait_s"
+"""The metric of the seconds between the request for a batch and the batch."""
 _EQUAL = 0.05
 """Shares that differ by less than this are equal: the window ends inside a replica's work."""
 
@@ -48,6 +50,18 @@ class BusyShares:
         busy = shares.pop(self.bottleneck)
         ((other, less),) = shares.items()
         return f"{self.bottleneck}, busy {busy:.0%} of the time; {other} {less:.0%}"
+
+
+def describe_waits(lines: Sequence[Metrics]) -> str | None:
+    """Return for which share of the steps of ``lines`` each side waited for the other; None without a step's time."""
+    timed = [line for line in lines if "perf/step_s" in line]
+    wall_s = sum(line["perf/step_s"] for line in timed)
+    if not wall_s:
+        return None
+    trainer = min(1.0, sum(line.get(BATCH_WAIT, 0.0) for line in timed) / wall_s)
+    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
+    rollout = min(1.0, sum(line.get("rollout/idle_s", 0.0) for line in timed) / replicas_s)
+    return f"trainer waits {trainer:.0%} of the time for samples; replicas wait {rollout:.0%} for room"
 
 
 def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:

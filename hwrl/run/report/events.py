@@ -16,8 +16,9 @@ from hwrl.run.report.views import View
 
 EVENTS = "events.jsonl"
 
-EventKind = Literal["start", "note", "wait", "replica", "trainer", "error", "end"]
-"""``replica`` and ``trainer`` are restarts; ``error`` ended the run; ``end`` is its last event."""
+EventKind = Literal["start", "note", "wait", "replica", "trainer", "scale", "error", "end"]
+"""``replica`` and ``trainer`` are restarts; with ``scale`` replicas join or leave; ``error`` ended the run; ``end`` is
+its last event."""
 Event = dict[str, Any]
 """A line of the file: ``time_unix_s``, ``step`` (the last finished one), ``kind`` and ``text``."""
 

@@ -22,13 +22,14 @@ COUNTS = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
 class StepRates:
     """Turns the replicas' running totals into metrics of the time since the last step.
 
-    ``history`` holds the lines of the run before a resume; ``devices`` counts the devices of each side.
+    ``history`` holds the lines of the run before a resume; ``devices`` counts the devices of each side; set it anew
+    when replicas have joined or left.
     """
 
     def __init__(
         self, history: list[Metrics], *, devices: DeviceCounts, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._devices, self._now = devices, now
+        self.devices, self._now = devices, now
         self._last_totals: dict[str, dict[str, float]] = {}
         self._window: deque[Metrics] = deque(maxlen=WINDOW_STEPS)
         self._rollout_idle_ratio = 0.0
@@ -74,11 +75,11 @@ class StepRates:
         }
         if not self._recovered:
             metrics["perf/step_s"] = elapsed_s
-            metrics["perf/tokens_per_s_per_device"] = trained["response/tokens"] / elapsed_s / self._devices.distinct
+            metrics["perf/tokens_per_s_per_device"] = trained["response/tokens"] / elapsed_s / self.devices.distinct
         self._recovered = False
         if busy_s := _busy_s(rollout):
             per_replica = rollout.get("tokens", 0.0) / busy_s
-            metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / self._devices.rollout
+            metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / self.devices.rollout
         self._window.append({**trained, **metrics})
         shares = busy_shares(self._window)
         return metrics if shares is None else {**metrics, "perf/bottleneck": shares.code}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hwrl.run.config import RUN_CONFIG, Config
-from hwrl.run.report.bottleneck import busy_shares
+from hwrl.run.report.bottleneck import busy_shares, describe_waits
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import CURVE, METRICS
 
@@ -116,4 +117,16 @@ def _speed(history: list[Metrics]) -> list[str]:
     shares = busy_shares(history)
     if shares is not None:
         lines.append(f"  bottleneck: {shares}; wall time {shares.wall_ratio:.2f} × the busier side's")
+    waits = describe_waits(history)
+    if waits is not None:
+        lines.append(f"  balance: {waits}{_lead(history)}")
     return lines
+
+
+def _lead(history: list[Metrics]) -> str:
+    """Return the mean lead of a run with ``async_training.adaptive``; nothing of another run."""
+    leads = [line["throttle/lead_versions"] for line in history if "throttle/lead_versions" in line]
+    if not leads:
+        return ""
+    moves = sum(before != after for before, after in itertools.pairwise(leads))
+    return f"; lead {statistics.mean(leads):.2g} versions on average, {leads[-1]:.2g} at the end, moved {moves} times"

@@ -21,11 +21,13 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.processes.actors import BatchInfo, make_ledger
 from hwrl.run.report import Metrics, StepRates
+from hwrl.run.report.bottleneck import BATCH_WAIT
 from hwrl.run.simulate.events import EventQueue
 from hwrl.run.simulate.fleet import SimulatedFleet
 from hwrl.run.simulate.replica import SimulatedReplica
 from hwrl.run.simulate.size import SimulatedSize
 from hwrl.run.simulate.workload import Workload
+from hwrl.run.throttle import Throttle
 
 _STUCK_S = 3 * 86400.0
 """Simulated time without a new step, after which the run counts as stuck."""
@@ -81,6 +83,10 @@ class _Simulation:
             on_change=self._on_change,
         )
         rollout = config.rollout.replicas * config.rollout.tensor_parallel
+        self._throttle: Throttle | None = None
+        if config.async_training.adaptive:
+            staleness = config.async_training.staleness_threshold
+            self._throttle = Throttle(staleness=staleness, batch_groups=config.groups_per_version, sleeps=False)
         self._rates = StepRates([], devices=DeviceCounts(rollout, size.devices), now=lambda: self._events.now_s)
         self._lines: list[Metrics] = []
         self._step = self._saved_step = self._version = self._incarnation = 0
@@ -177,6 +183,7 @@ class _Simulation:
             "staleness/max": float(max(ages)),
             "partial/ratio": sum(span > 0 for span in spans) / len(spans),
             "timing_s/wait": self._events.now_s - self._since_s,
+            BATCH_WAIT: self._events.now_s - self._since_s,
             "timing_s/train": train_s,
             "timing_s/sync": 0.0,
         }
@@ -237,7 +244,10 @@ class _Simulation:
         )
         rates = self._rates.metrics(self._metrics, info)
         line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
-        self._lines.append({**line, **self._metrics, **rates})
+        throttled = {} if self._throttle is None else self._throttle.metrics()
+        self._lines.append({**line, **self._metrics, **rates, **throttled})
+        if self._throttle is not None and self._throttle.observe(self._lines[-1], replicas=len(totals)):
+            self._ledger.lead_groups = self._throttle.state.lead_groups
         if self._step > self._newest_step:
             self._newest_step, self._progress_s = self._step, self._events.now_s
         pause_s = self._workload.overhead_s

@@ -71,17 +71,17 @@ def as_text(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapp
 
 
 def limits_exceeded(run: SimulatedRun) -> str | None:
-    """Return a sentence if the real run would have ended with an error, after too many deaths."""
-    config = run.size.config
-    limits = {
-        f"rollout.max_restarts={config.rollout.max_restarts}": run.replica_deaths > config.rollout.max_restarts,
-        f"train.max_restarts={config.train.max_restarts}": run.trainer_deaths > config.train.max_restarts,
-    }
-    exceeded = " and ".join(limit for limit, is_exceeded in limits.items() if is_exceeded)
-    if not exceeded:
+    """Return a sentence if the real run would have ended with an error, after too many deaths of the trainer.
+
+    Replicas die without a limit as long as they finish prompts between their deaths.
+    """
+    limit = run.size.config.train.max_restarts
+    if run.trainer_deaths <= limit:
         return None
-    deaths = f"{run.replica_deaths} deaths of replicas and {run.trainer_deaths} of the trainer"
-    return f"{run.size.devices:,} devices: {exceeded} would have ended the run, with {deaths} in {run.seconds:,.0f} s"
+    return (
+        f"{run.size.devices:,} devices: train.max_restarts={limit} would have ended the run, with "
+        f"{run.trainer_deaths} deaths of the trainer in {run.seconds:,.0f} s"
+    )
 
 
 def as_json(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ from hwrl.run.report.samples import SAMPLES
 
 CONFIG = "config.yaml"
 MAX_MARKED_EVENTS = 500
-_MARKED = ("start", "replica", "trainer", "error")
+_MARKED = ("start", "replica", "trainer", "scale", "error")
 _Found = dict[str, tuple[Chart, list[str]]]
 
 

@@ -18,7 +18,7 @@ from hwrl.run.report.page.markup import element, escaped, number
 
 MAX_EVENTS = 1000
 MAX_FAILED = 200
-_KEPT_KINDS = ("start", "replica", "trainer", "error", "end")
+_KEPT_KINDS = ("start", "replica", "trainer", "scale", "error", "end")
 """Events that a page shows even if there are too many."""
 
 

@@ -1,0 +1,31 @@
+"""``hwrl scale``: another number of rollout replicas for a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "let rollout replicas join or leave a run while it goes on"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("dir", type=Path, metavar="RUN_DIR", help="the directory of a run that runs now")
+    parser.add_argument(
+        "--replicas", type=_count, required=True, metavar="N", help="replicas that shall run, 1 to 4096"
+    )
+    parser.add_argument("--timeout-s", type=float, default=30.0, metavar="S", help="how long to wait for its answer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the run, and print its answer; 0 if it agrees."""
+    from hwrl.run.scaling import request_replicas
+
+    print(request_replicas(args.dir, args.replicas, timeout_s=args.timeout_s))
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 4096")
+    return int(text)

@@ -1,0 +1,54 @@
+"""When a dead replica starts again, and when it is given up."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class RestartPlan:
+    """The deaths of each replica in a row, and the time of its next start.
+
+    A row ends with a life that finished a prompt. The first restart of a row is immediate. The pauses before the next
+    ones are 1, 2, 4, ... seconds, at most 60: an exponential backoff, so that a crash loop costs little. After
+    ``limit`` restarts in a row the replica is given up. ``clock`` returns seconds.
+    """
+
+    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._deaths: Counter[str] = Counter()
+        self._due_s: dict[str, float] = {}
+
+    def add_death(self, name: str, *, finished: bool) -> float | None:
+        """Note a death of ``name``, in a life that has ``finished`` a prompt or not.
+
+        Return the pause before its restart in seconds, None if it is given up.
+        """
+        deaths = self._deaths[name] = 1 if finished else self._deaths[name] + 1
+        if deaths > self._limit:
+            self.forget(name)
+            return None
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** (deaths - 2), _LONGEST_PAUSE_S) if deaths > 1 else 0.0
+        self._due_s[name] = self._clock() + pause_s
+        return pause_s
+
+    @property
+    def paused(self) -> set[str]:
+        """The replicas between a death and a restart."""
+        return set(self._due_s)
+
+    def take_due(self) -> list[str]:
+        """Return the replicas to start now; they are not paused any longer."""
+        due = [name for name, due_s in self._due_s.items() if due_s <= self._clock()]
+        for name in due:
+            del self._due_s[name]
+        return due
+
+    def forget(self, name: str) -> None:
+        """Forget all deaths of ``name``: a new replica of the name begins without any."""
+        self._deaths.pop(name, None)
+        self._due_s.pop(name, None)

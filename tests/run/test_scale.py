@@ -1,0 +1,143 @@
+"""Replicas join and leave a real run while it goes on: ``hwrl scale``."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+import yaml
+
+from hwrl.checkpoint import DirectoryLock
+from hwrl.cli import main
+from hwrl.errors import ConfigError
+from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.cluster.placement import DeviceCounts
+from hwrl.run.config import parse_config
+from hwrl.run.report import EVENTS, read_events
+from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from tests.support.numbered import INFO, NumberedBackend
+from tests.support.train_run import HWRL, Run, trained_prompts
+
+
+def scale(directory: Path, replicas: int) -> str:
+    command = [HWRL, "scale", str(directory), "--replicas", str(replicas)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def replicas_in_config(run: Run) -> int:
+    return int(yaml.safe_load((run.directory / "config.yaml").read_text())["rollout"]["replicas"])
+
+
+@pytest.mark.long(40)
+def test_replicas_join_and_leave_while_the_run_goes_on(start: Callable[..., Run]) -> None:
+    run = start("train.steps=100000", "eval.every_steps=0", "checkpoint.save_every_steps=0", "optimizer.warmup_steps=0")
+    run.wait_for_step(5)
+    assert "1 → 2 replicas: replica-1 will join" in scale(run.directory, 2)
+    assert replicas_in_config(run) == 2
+    run.wait_for_output("rollout replica-1 has joined")
+    joined = int(run.metrics()[-1]["step"])
+    run.wait_for_step(joined + 40)
+    assert "replica-1 will leave" in scale(run.directory, 1)
+    assert replicas_in_config(run) == 1
+    run.wait_for_output("rollout replica-1 has left")
+    run.wait_for_step(int(run.metrics()[-1]["step"]) + 10)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.output()
+    lines = run.metrics()
+    running = [line["rollout/replicas"] for line in lines]
+    assert running[0] == running[-1] == 1.0 and 2.0 in running
+    assert max(line["sync/receivers"] for line in lines) == 2.0 and lines[-1]["sync/receivers"] == 1.0
+    assert max(line["staleness/max"] for line in lines) <= 2.0
+    assert_all_trained_once(run)
+    assert_no_step_waited(lines)
+    kinds = [event["kind"] for event in read_events(run.directory / EVENTS)]
+    assert kinds.count("scale") == 4 and "replica" not in kinds
+
+
+def assert_all_trained_once(run: Run) -> None:
+    """No number twice. A lost one would hold the trainer: only the last few may be missing, with the run's end."""
+    trained = trained_prompts(run)
+    assert len(set(trained)) == len(trained)
+    missing = set(range(max(trained))) - set(trained)
+    assert not missing or min(missing) > max(trained) - 32
+
+
+def assert_no_step_waited(lines: list[dict[str, float]]) -> None:
+    """The version that the new replica got first took no longer to send than others did in the whole run."""
+    first = next(number for number, line in enumerate(lines) if line["sync/receivers"] == 2.0)
+    usual_s = statistics.median(line["timing_s/sync"] for line in lines)
+    assert lines[first]["timing_s/sync"] < max(1.0, 20 * usual_s)
+
+
+def test_a_run_that_cannot_be_scaled_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scale", str(tmp_path), "--replicas", "2", "--timeout-s", "0.3"]
+    assert main(words) == 1
+    assert f"there is no run in {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "config.yaml").touch()
+    assert main(words) == 1
+    assert "is not running" in capsys.readouterr().err
+    lock = DirectoryLock(tmp_path)
+    assert main(words) == 1
+    assert "has not answered" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hwrl.lock", "config.yaml"], "it is withdrawn"
+    lock.close()
+
+
+def test_requests_are_answered_once_and_junk_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "scale_request.json").write_text('{"number": "old", "replicas": 9}')
+    requests = ScaleRequests(tmp_path)
+    assert requests.poll() is None, "a request from before this run"
+    for junk in ("", "[]", '{"replicas": 2}', '{"number": "1", "replicas": 0}', '{"number": "1", "replicas": true}'):
+        (tmp_path / "scale_request.json").write_text(junk)
+        assert requests.poll() is None and list(tmp_path.iterdir()) == []
+    (tmp_path / "scale_request.json").symlink_to("/dev/zero")
+    assert requests.poll() is None
+    (tmp_path / "scale_request.json").write_text('{"number": "1", "replicas": 3}')
+    assert requests.poll() == ScaleRequest("1", 3) and requests.poll() is None
+
+
+def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").touch()
+    lock, requests, ended = DirectoryLock(tmp_path), ScaleRequests(tmp_path), Event()
+
+    def refuse() -> None:
+        while not ended.wait(0.05):
+            if (request := requests.poll()) is not None:
+                requests.answer(request, error=ConfigError("there are no devices", why="2 are free", fix="ask for 2"))
+
+    thread = Thread(target=refuse)
+    thread.start()
+    assert main(["scale", str(tmp_path), "--replicas", "7"]) == 1
+    told = capsys.readouterr().err
+    assert all(text in told for text in ("the run refuses: there are no devices", "2 are free", "ask for 2"))
+    ended.set()
+    thread.join()
+    lock.close()
+
+
+def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBERED_DEVICES", "4")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    settings = {"dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": tmp_path}}
+    config = parse_config({**settings, "reward": {"function": "m:f"}, "rollout": {"replicas": 2}})
+    devices = RunDevices(config, NumberedBackend(INFO))
+    devices.remove_replica("replica-1")
+    assert devices.counts == DeviceCounts(1, 2)
+    devices.add_replica("replica-2")
+    devices.add_replica("replica-1")
+    assert [devices.devices_of(f"replica-{index}").indices for index in range(3)] == [(1,), (2,), (3,)]
+    assert devices.ray_options("replica-2")["resources"] == {"NUMBERED": 1.0} and devices.counts == DeviceCounts(3, 4)
+    with pytest.raises(ConfigError, match=r"no devices for replica-3[\s\S]*0 of this machine's 4 are free"):
+        devices.add_replica("replica-3")
+    devices.remove_replica("replica-2")
+    devices.add_replica("replica-3")
+    assert devices.devices_of("replica-3").indices == (3,)
