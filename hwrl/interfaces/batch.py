@@ -62,9 +62,8 @@ class Batch:
     def micro_batches(self, *, max_tokens: int) -> Iterator[torch.Tensor]:
         """Yield row indices, so that each part holds at most ``max_tokens`` padded tokens, or a single row.
 
-        Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding. A
-        part is divided further where that saves as many padded tokens as a pass costs. Rows without a token of the
-        policy are left out.
+        Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding.
+        Rows without a token of the policy are left out.
         """
         lengths, order = self.lengths().sort(descending=True, stable=True)
         order = order[lengths > 0]
@@ -73,26 +72,5 @@ class Batch:
             longest = int(lengths[start])
             similar = int((lengths[start:] * 2 >= longest).sum())
             rows = max(1, min(similar, max_tokens // longest))
-            rows = _worth_a_pass(lengths[start : start + rows])
             yield order[start : start + rows]
             start += rows
-
-
-_PASS_TOKENS = 1024
-"""A pass costs as much as this many tokens, or less: a third of it for a model of 100,000 parameters on a CPU."""
-
-
-def _worth_a_pass(lengths: torch.Tensor) -> int:
-    """Return how many rows of descending ``lengths`` (int64) to take in one pass: those behind save one by their own.
-
-    Cut before row k, the later rows save their distance to the longest row.
-    """
-    import torch
-
-    while len(lengths) > 1:
-        saved = (len(lengths) - torch.arange(len(lengths))) * (lengths[0] - lengths)
-        cut = int(saved.argmax())
-        if saved[cut] < _PASS_TOKENS:
-            break
-        lengths = lengths[:cut]
-    return len(lengths)

@@ -119,7 +119,8 @@ class QueueWay(GroupWay):
     def take(self, count: int) -> list[PromptGroup]:
         while True:
             try:
-                return self._queue.get_nowait_batch(count)
+                groups: list[PromptGroup] = self._queue.get_nowait_batch(count)
+                return groups
             except Empty:
                 time.sleep(_PAUSE_S)
 

@@ -19,5 +19,5 @@ def test_receivers_that_are_killed_in_turns_miss_no_version() -> None:
 )
 def test_what_grows_is_a_leak(nbytes: int, files: int, leaks: list[str]) -> None:
     flat = Usage(100, 9, 4)
-    result = Soak(sender=[flat] * 9 + [Usage(nbytes, files, 4)], receiver=[flat] * 10, keys=list(range(10)))
+    result = Soak(sender=[flat] * 8 + [Usage(nbytes, files, 4)] * 2, receiver=[flat] * 10, keys=list(range(10)))
     assert list(result.leaks()) == leaks
