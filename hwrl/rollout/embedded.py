@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ class EmbeddedEngine(RolloutEngine):
     raises EngineError for a model whose layers cannot see ``max_length`` tokens. Weights come under the names in the
     model's files, each expert by itself, into its part of the model's parameter. A model with an adapter
     (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
-    ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself.
+    ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself. The samples of a group share
+    the pass over their prompt.
 
     A sleep of level 2 keeps the buffers outside a checkpoint, because no trainer sends them.
 
@@ -156,8 +158,8 @@ class EmbeddedEngine(RolloutEngine):
         running = len(self._slots) - started
         if running:
             self._continue(running)
-        for rows in self._prefill_parts(slice(running, running + started)):
-            self._prefill(rows)
+        for rows, copies in self._prefill_parts(slice(running, running + started)):
+            self._prefill(rows, copies)
         return self._collect_finished()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -275,25 +277,43 @@ class EmbeddedEngine(RolloutEngine):
         self._cache.place(rows, last[:, None], used)
         self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
 
-    def _prefill_parts(self, rows: slice) -> list[slice]:
-        """Divide ``rows`` into parts of at most ``prefill_tokens`` padded tokens, or of one prompt."""
-        parts, start, longest = [], rows.start, 0
-        for row, length in enumerate(self._length[rows].tolist(), rows.start):
-            longest = max(longest, length)
-            if row > start and (row + 1 - start) * longest > self._prefill_tokens:
-                parts.append(slice(start, row))
-                start, longest = row, length
-        return [*parts, slice(start, rows.stop)] if start < rows.stop else parts
+    def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
+        """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.
 
-    def _prefill(self, rows: slice) -> None:
-        lengths = self._length[rows]
+        Requests with one prompt after each other, as the samples of a group, share its pass: with a part come the
+        numbers of rows that have each of its prompts.
+        """
+        copies, longest, start = list[int](), 0, rows.start
+        for length, count in self._same_prompts(rows):
+            longest = max(longest, length)
+            if copies and (len(copies) + 1) * longest > self._prefill_tokens:
+                yield slice(start, start + sum(copies)), copies
+                start, copies, longest = start + sum(copies), [], length
+            copies.append(count)
+        if copies:
+            yield slice(start, start + sum(copies)), copies
+
+    def _same_prompts(self, rows: slice) -> Iterator[tuple[int, int]]:
+        """Yield the length of each prompt of ``rows``, and the number of requests in a row that have it."""
+        prompts = (running.request.prompt_ids for running in self._slots[rows])
+        for prompt, same in itertools.groupby(prompts, key=lambda ids: ids.tobytes()):
+            yield len(np.frombuffer(prompt, dtype=np.int32)), len(list(same))
+
+    def _prefill(self, rows: slice, copies: Sequence[int]) -> None:
+        """Run the model on the prompts of ``rows``, each for as many rows as ``copies`` says; sample their tokens."""
+        counts = torch.tensor(copies, device=self._device)
+        firsts = rows.start + counts.cumsum(0) - counts
+        lengths = self._length[firsts]
         used = int(lengths.max())
         positions = torch.arange(used, device=self._device).expand(len(lengths), used)
         causal = torch.ones(used, used, dtype=torch.bool, device=self._device).tril()
-        self._cache.place(rows, positions, used)
-        self._sample(
-            rows, self._last_logits(self._tokens[rows, :used].long(), positions, causal[None, None], lengths - 1)
-        )
+        self._cache.place(slice(rows.start, rows.start + len(copies)), positions, used)
+        logits = self._last_logits(self._tokens[firsts, :used].long(), positions, causal[None, None], lengths - 1)
+        if len(copies) < rows.stop - rows.start:
+            prompts = torch.arange(len(copies), device=self._device).repeat_interleave(counts)
+            self._cache.spread(rows, prompts, used)
+            logits = logits[prompts]
+        self._sample(rows, logits)
 
     def _last_logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, last: torch.Tensor

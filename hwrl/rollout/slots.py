@@ -36,6 +36,15 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
             layer.keys[targets, :, :used_length] = layer.keys[sources, :, :used_length]
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
 
+    def spread(self, rows: slice, sources: torch.Tensor, used_length: int) -> None:
+        """Fill each of the slots ``rows`` from one of the first of them: ``sources`` (int64) counts from its start.
+
+        Only the first ``used_length`` positions are copied.
+        """
+        for layer in self.layers:
+            for content in (layer.keys[rows, :, :used_length], layer.values[rows, :, :used_length]):
+                content.copy_(content[sources])
+
     def drop(self) -> int:
         """Free the memory of all slots with their content; return its bytes. The next forward pass allocates anew."""
         nbytes: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
