@@ -64,7 +64,7 @@ def replicas_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | Non
     )
     devices = SimpleNamespace(replicas=["replica-0"], ray_options=lambda name: {}, check_report=ignore, forget=ignore)
     ledger = SimpleNamespace(handle=None, forget=ignore, expire_overdue=list)
-    monitor = SimpleNamespace(watch=ignore, forget=ignore, loop_turn_s=lambda name: 0.0)
+    monitor = SimpleNamespace(watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0)
     return Replicas(
         config,
         devices=cast(Any, devices),

@@ -18,7 +18,7 @@ from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.run_ledger import RunLedger
 from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.processes.actors import ProcessSetup
-from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_ended
+from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 
 _TRANSFERS_IN_A_TURN = 4
@@ -97,7 +97,7 @@ class Replicas:
         try:
             self._devices.check_report(name, value_of(answer))
         except DEATHS as exc:
-            self.restart(name, first_line(exc))
+            self.restart(name, why_died(exc))
             return
         except (HwrlError, RayTaskError) as exc:
             if not replica.is_replacement:
@@ -139,8 +139,9 @@ class Replicas:
 
     def restart(self, name: str, reason: str) -> None:
         """End the replica ``name`` and start a new one. Raises EngineError after ``rollout.max_restarts`` deaths."""
+        place = self._monitor.locate(name)
         lost = self._remove(name)
-        self._log(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
+        self._log(f"rollout {place} ended ({reason}); {lost} prompts go to others, a new replica starts")
         deaths = self._starts - self._config.rollout.replicas + 1
         if deaths > self._config.rollout.max_restarts:
             raise EngineError(
