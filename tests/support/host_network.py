@@ -22,7 +22,8 @@ _TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname", "env")
 _NETWORK = "10.77.0"
 _LINK = "eth0"
 _SWITCH = "switch"
-_RAY = str(Path(sys.executable).with_name("ray"))
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+"""Ray's command line. In an environment over another one, the command ``ray`` may be the other one's."""
 _OBJECTS_NBYTES = 80_000_000
 """Ray's smallest object store, nearly."""
 _BOOT = """
@@ -238,7 +239,7 @@ class HostNetwork:
         while True:
             try:
                 own = f"--node-ip-address={host.address}"
-                command = [_RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
+                command = [*RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
                 host.run(*command, timeout_s=90.0, env=self.environment | settings)
             except HostNetworkError:
                 if time.monotonic() - began_s > 60.0:  # the head may still believe in the node's earlier life

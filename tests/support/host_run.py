@@ -34,14 +34,14 @@ class HostRun(Run):
 
 
 @contextmanager
-def ray_hosts(*, count: int, cpus: int, prompts: int) -> Iterator[tuple[HostNetwork, Path]]:
+def ray_hosts(*, count: int, cpus: int, prompts: int, dashboard: bool = False) -> Iterator[tuple[HostNetwork, Path]]:
     """Yield hosts with a Ray cluster, and a directory with the demo that all of them see."""
     with tempfile.TemporaryDirectory(prefix="h") as directory:
         work = Path(directory)
         write_demo(work, seed=1, prompts=prompts)
         with HostNetwork(work / "hosts", count=count, shared=[work]) as network:
             for host in network.hosts:
-                network.start_ray(host, cpus=cpus, **QUICK_DEATH)
+                network.start_ray(host, cpus=cpus, dashboard=dashboard, **QUICK_DEATH)
             yield network, work
 
 
