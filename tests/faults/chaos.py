@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 
 from tests.faults.run_checks import FellError, check_accounts, name_end, require
 from tests.support.host_network import HostNetwork, HostNetworkError, NetworkHost, why_unavailable
-from tests.support.host_run import HostRun, actors_on, command_of, ray_hosts, return_to_cluster
+from tests.support.host_run import (
+    HostRun,
+    command_of,
+    finish,
+    ray_hosts,
+    return_to_cluster,
+    stop_driver,
+    wait_until_no_actors,
+)
 
 CPUS, REPLICAS, RANKS, BATCH, SAVE_EVERY = 4, 4, 2, 8, 5
 EVERY_S = 20.0
@@ -244,13 +252,12 @@ def chaos_run(seconds: float, *, seed: int) -> tuple[int, float, float, list[Rec
             print(TITLES, flush=True)
             injector = _Injector(Chaos(network, run, random.Random(seed)), seconds)
             injector.inject_all()
-            _stop(network)
-            end = name_end(run.wait(timeout_s=HUNG_S), run.output())
-            require(end == "interrupted", f"it ended with {end}")
-            steps = len(run.metrics())
-            check_accounts(run.directory, steps=steps, batch=BATCH, max_staleness=1)
-            _check_left(network)
-            reward, error = _last_reward(run)
+            steps = int(run.metrics()[-1]["step"])
+            again = finish(network, work, run, WORDS)
+            name_end(130, run.output())
+            check_accounts(run.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
+            wait_until_no_actors(network)
+            reward, error = _last_reward(run, steps)
             return steps, reward, error, injector.records
         except (FellError, AssertionError):
             print("\n".join(run.output().splitlines()[-40:]))
@@ -267,28 +274,13 @@ def undisturbed_run(steps: int) -> tuple[float, float]:
             run.wait_for_step(steps, timeout_s=3600.0)
             return _last_reward(run, steps)
         finally:
-            _stop(network)
+            stop_driver(network)
             with suppress(Exception):
                 run.wait(timeout_s=60.0)
             run.close()
 
 
-def _stop(network: HostNetwork) -> None:
-    """End the run as a user does, with SIGTERM to its driver."""
-    for pid in network.hosts[0].processes():
-        if "/bin/hwrl train" in command_of(pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-
-
-def _check_left(network: HostNetwork) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while left := [pid for host in network.hosts for pid in actors_on(host)]:
-        require(time.monotonic() < deadline_s, f"actors are left: {[command_of(pid) for pid in left]}")
-        time.sleep(0.2)
-
-
-def _last_reward(run: HostRun, steps: int | None = None) -> tuple[float, float]:
+def _last_reward(run: HostRun, steps: int) -> tuple[float, float]:
     rewards = [line["reward/mean"] for line in run.metrics()[:steps]][-_LAST_STEPS:]
     return statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5
 

@@ -92,10 +92,11 @@ def _up(options: argparse.Namespace) -> int:
             print(f"up: {names}; RAY_ADDRESS={network.environment['RAY_ADDRESS']}; Ctrl-C ends them", flush=True)
             _serve(network, directory / _SOCKET)
     except KeyboardInterrupt:
-        return 0
+        pass
     except HostNetworkError as exc:
         print(f"ci/nodes: {exc}", file=sys.stderr)
         return 1
+    return 0
 
 
 def _serve(network: HostNetwork, path: Path) -> None:

@@ -229,7 +229,9 @@ class HostNetwork:
         self._on_switch("tc", "qdisc", "del", "dev", _SWITCH, "root")
         return None
 
-    def start_ray(self, host: NetworkHost, *, cpus: int, dashboard: bool = False, **settings: str) -> None:
+    def start_ray(
+        self, host: NetworkHost, *, cpus: int, dashboard: bool = False, settings: Mapping[str, str] | None = None
+    ) -> None:
         """Start a Ray node of ``cpus`` processors on ``host``. Host 0 is the head. ``settings`` are Ray's variables."""
         role = [f"--address={self.environment['RAY_ADDRESS']}"]
         if host.index == 0:
@@ -240,7 +242,7 @@ class HostNetwork:
             try:
                 own = f"--node-ip-address={host.address}"
                 command = [*RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
-                host.run(*command, timeout_s=90.0, env=self.environment | settings)
+                host.run(*command, timeout_s=90.0, env={**self.environment, **(settings or {})})
             except HostNetworkError:
                 if time.monotonic() - began_s > 60.0:  # the head may still believe in the node's earlier life
                     raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hwrl.run.demo import write_demo
@@ -20,6 +21,10 @@ QUICK_DEATH = {
     "RAY_health_check_failure_threshold": "4",
 }
 """Settings of the head: after about 10 s without an answer a node is lost. Ray's own limit is a minute."""
+
+
+STEPS_AFTER = 4
+"""More steps than the pipeline is ahead of the trainer: they have all prompts that were under way."""
 
 
 class HostRun(Run):
@@ -41,7 +46,7 @@ def ray_hosts(*, count: int, cpus: int, prompts: int, dashboard: bool = False) -
         write_demo(work, seed=1, prompts=prompts)
         with HostNetwork(work / "hosts", count=count, shared=[work]) as network:
             for host in network.hosts:
-                network.start_ray(host, cpus=cpus, dashboard=dashboard, **QUICK_DEATH)
+                network.start_ray(host, cpus=cpus, dashboard=dashboard, settings=QUICK_DEATH)
             yield network, work
 
 
@@ -67,11 +72,49 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, otherwise: Ca
     return time.monotonic() - began_s
 
 
+def finish(network: HostNetwork, work: Path, run: HostRun, words: list[str], *, timeout_s: float = 150.0) -> HostRun:
+    """End ``run`` by SIGTERM, and continue it for a few steps to its end; return the continuation.
+
+    A prompt that was under way at the signal is trained on by the continuation.
+    """
+    stop_driver(network)
+    status = run.wait(timeout_s=timeout_s)
+    assert status == 130, f"it ended with status {status}"
+    steps = int(run.metrics()[-1]["step"]) + STEPS_AFTER
+    again = HostRun(
+        network.hosts[0], work, *words, f"train.steps={steps}", "resume=true", log="log-2", **network.environment
+    )
+    try:
+        status = again.wait(timeout_s=timeout_s)
+        assert status == 0, f"its continuation ended with status {status}:\n{again.output()}"
+    finally:
+        again.close()
+    return again
+
+
+def stop_driver(network: HostNetwork) -> None:
+    """Send SIGTERM to the driver, as a user does."""
+    for pid in network.hosts[0].processes():
+        if "hwrl train" in command_of(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+def wait_until_no_actors(network: HostNetwork) -> None:
+    """Return when no actor is left on any host. Fails after 30 s."""
+    wait_until(
+        lambda: not any(actors_on(host) for host in network.hosts),
+        timeout_s=30.0,
+        otherwise=lambda: f"left: {[command_of(pid) for host in network.hosts for pid in actors_on(host)]}",
+    )
+
+
 def return_to_cluster(network: HostNetwork, host: NetworkHost, *, cpus: int) -> None:
     """Start Ray on a host that the cluster has given up, as a supervisor of machines does."""
     if not host.is_up:
         network.boot(host)
     else:
         for pid in host.processes():
-            os.kill(pid, 9)
-    network.start_ray(host, cpus=cpus, **QUICK_DEATH)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    network.start_ray(host, cpus=cpus, settings=QUICK_DEATH)

@@ -14,8 +14,9 @@ from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import ProcessSetup, RestoredRun, StepOutcome
-from hwrl.run.processes.answers import DEATHS, Answer, find_death, value_of, why_died
+from hwrl.run.processes.answers import DEATH_NOTICE_S, DEATHS, Answer, death_of, value_of, why_died
 from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
 
@@ -166,14 +167,19 @@ class Trainers:
         return [value_of(answer) for answer in answers]
 
     def _raise_cause(self, answer: Answer[Any], pending: list[Answer[Any]], names: dict[Answer[Any], str]) -> None:
-        """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first."""
+        """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first.
+
+        On a cluster a lost machine counts as dead after the heartbeats' time, and the other ranks may fail before.
+        """
         try:
             value_of(answer)
         except DEATHS as exc:
             raise TrainerDiedError(f"{names[answer]}: {why_died(exc)}") from exc
         except (HwrlError, RayTaskError) as exc:
-            death = find_death(pending)
-            if death is None:
-                raise
-            dead, reason = death
-            raise TrainerDiedError(f"{names[dead]}: {reason}") from exc
+            timeout = Timeout(DEATH_NOTICE_S + (0.0 if is_local() else self._config.timeouts.heartbeat_s))
+            while pending and not timeout.is_over():
+                for other in self._watch(pending):  # raises TrainerDiedError for a silent rank
+                    pending.remove(other)
+                    if (reason := death_of(other)) is not None:
+                        raise TrainerDiedError(f"{names[other]}: {reason}") from exc
+            raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +14,7 @@ from hwrl.errors import HwrlError
 DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
 """Ray's errors for a call to a dead process."""
 DEATH_NOTICE_S = 5.0
-"""How long Ray may need to report a death. Another process may fail of that death before."""
+"""How long Ray may need to report a death on this machine. Another process may fail of that death before."""
 
 _LOSSES = {
     "node was terminated": "its machine is lost",
@@ -57,18 +56,14 @@ def raise_hwrl_error(answer: Answer[Any]) -> None:
         value_of(answer)
 
 
-def find_death(answers: Sequence[Answer[T]]) -> tuple[Answer[T], str] | None:
-    """Wait up to ``DEATH_NOTICE_S`` for ``answers``; return the first of a dead process, with the reason."""
-    if not answers:
+def death_of(answer: Answer[Any]) -> str | None:
+    """Return the reason of the death in an answer that is ready; None if its process lives."""
+    try:
+        ray.get(answer)
+    except DEATHS as exc:
+        return why_died(exc)
+    except RayTaskError:
         return None
-    ready, _ = ray.wait(list(answers), num_returns=len(answers), timeout=DEATH_NOTICE_S)
-    for answer in ready:
-        try:
-            ray.get(answer)
-        except DEATHS as exc:
-            return answer, why_died(exc)
-        except RayTaskError:
-            continue
     return None
 
 
