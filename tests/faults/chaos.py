@@ -125,12 +125,18 @@ def _slow(chaos: Chaos) -> Undo:
 
 
 def _bring_back(chaos: Chaos) -> None:
-    """Join the host, and start its Ray again if that has ended."""
+    """Join the host, or boot it; :func:`_supervise` starts its Ray if that has ended."""
     if chaos.other.is_up:
         chaos.network.join(chaos.other)
-        if any("/raylet/raylet " in command_of(pid) for pid in chaos.other.processes()):
-            return
-    return_to_cluster(chaos.network, chaos.other, cpus=CPUS)
+    else:
+        chaos.network.boot(chaos.other)
+
+
+def _supervise(chaos: Chaos) -> None:
+    """Start Ray on a host without it, as a supervisor does. A node that was given up ends itself when it hears so."""
+    for host in chaos.network.hosts:
+        if not any(RAYLET in command_of(pid) for pid in host.processes()):
+            return_to_cluster(chaos.network, host, cpus=CPUS)
 
 
 def _nothing() -> None:
@@ -199,6 +205,8 @@ class _Injector:
                 undo()
                 undo_s = None
             self._look(record, step, length)
+            if undo_s is None:
+                _supervise(self.chaos)
             time.sleep(0.25)
         print(_row(record), flush=True)
 
