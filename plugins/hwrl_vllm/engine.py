@@ -303,7 +303,9 @@ class VllmEngine(RolloutEngine):
         if self._worker_is_here:
             self._core.call_workers(method, weights, *args)
             return
-        lent = LentWeights.of(weights, self._backend)
+        own = self._backend.device()
+        on_device = {name: one if one.device.type == own.type else one.to(own) for name, one in weights.items()}
+        lent = LentWeights.of(on_device, self._backend)  # of the host's memory, a worker opens nothing
         self._backend.synchronize()
         self._core.call_workers("hwrl_load_lent", method, pickle.dumps((lent, args)))
 

@@ -365,7 +365,7 @@ def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int) -> None:
     cases = [[number if rank == victim else None for rank in (0, 1)] for number in (0, 3, 6, 9)]
     assert _found_after_deaths(tmp_path, 2, cases) == [1, 2, 2, 2]

@@ -14,7 +14,8 @@ LAST_LINES = 15
 def describe(point: Point, verdict: Verdict) -> str:
     """Return the result of a point as text; if it fell, with the last lines of the run's output."""
     word = "held" if verdict.held else "fell"
-    line = f"{word} {POINTS.index(point):3d} {point.name:34} {verdict.seconds:6.1f} s  {verdict.reason}"
+    number = POINTS.index(point) if point in POINTS else ""
+    line = f"{word} {number:>3} {point.name:34} {verdict.seconds:6.1f} s  {verdict.reason}"
     return line if verdict.held else "\n    | ".join([line, *verdict.output.splitlines()[-LAST_LINES:]])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.acts import Freeze, Send
-from tests.faults.points import JUDGED, POINTS, Point, at, choose
+from tests.faults.acts import Freeze, Limit, Send
+from tests.faults.points import FILTER, JUDGED, POINTS, WORKFLOW, Point, at, choose
 from tests.faults.sweep import describe
 from tests.faults.trial import run_point
 
@@ -22,7 +22,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
 FILTERING = [point for point in POINTS if point.filters]
 OF_MACHINE = [point for point in POINTS if point.of_machine]
-FILTERED, CALLING = "filter-kill-trainer-stepping", "workflow-kill-replica-calling"
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
@@ -31,21 +30,30 @@ MET_ELSEWHERE = {
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
     "pause-gcs-judging": "below, in one run with the next",
     "kill-env-agent-judging": "below",
+    "few-files-raylet": "below",
     "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
-    **{
-        point.name: f"{FILTERED}: the same account, and the trainer dies"
-        for point in FILTERING
-        if point.name not in (FILTERED, CALLING)
-    },
+    **{point.name: "below: a replica and a trainer die, with the same account" for point in FILTERING},
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
-AT_ONCE = Point(
-    "pause-gcs-kill-env-agent",
-    frozenset({"done", "error"}),
-    (at("judging", Freeze("gcs", 3.0), nth=JUDGED), at("stepping", Send("KILL", "env-agent"), nth=4)),
-)
-"""Faults of two points in one run, for ``make test``."""
+AT_ONCE = [
+    Point(
+        "pause-gcs-few-files-raylet-kill-env-agent",
+        frozenset({"done", "error"}),
+        (
+            at("judging", Freeze("gcs", 3.0), nth=JUDGED),
+            at("stepping", Limit("raylet", "NOFILE", 30), Send("KILL", "env-agent"), nth=4),
+        ),
+    ),
+    Point(
+        "workflow-kill-replica-and-trainer",
+        frozenset({"done"}),
+        (at("calling", Send("KILL", "replica"), nth=8), at("stepping", Send("KILL", "trainer"), nth=4)),
+        words=(*FILTER, *WORKFLOW),
+        reward="teaches_some",
+    ),
+]
+"""Faults of several points in one run, for ``make test``."""
 
 
 def _case(point: Point) -> Any:
@@ -69,8 +77,8 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
-    assert labels([*TEN, AT_ONCE, *FILTERING, *OF_MACHINE]) >= labels(POINTS) - {"everything"}
-    assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, AT_ONCE, *FILTERING]}
+    assert labels([*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]) >= labels(POINTS) - {"everything"}
+    assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *AT_ONCE, *FILTERING]}
 
 
 def test_the_page_has_a_row_for_each_point() -> None:
@@ -80,7 +88,7 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 @pytest.mark.long(50)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, AT_ONCE, *FILTERING, *OF_MACHINE]])
+@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)

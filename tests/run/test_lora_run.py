@@ -57,7 +57,8 @@ def test_the_base_travels_once_and_each_version_is_an_adapter(
         assert abs(metrics[0]["actor/mismatch_kl"]) < 1e-3
 
 
-@pytest.mark.parametrize("bypass_cpu", ["true", pytest.param("false", marks=pytest.mark.extended)])
+@pytest.mark.extended  # test_sync_plan.py: what a sleeper drops is sent again
+@pytest.mark.parametrize("bypass_cpu", ["true", "false"])
 def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], demo: Path, bypass_cpu: str) -> None:
     sleep = ("rollout.free_cache_engine=true", "rollout.sleep_level=2", "async_training.staleness_threshold=0")
     run = start(*LORA, *sleep, sleepy_reward(demo), f"weights.bypass_cpu={bypass_cpu}", "train.steps=6")

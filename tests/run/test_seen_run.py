@@ -13,7 +13,7 @@ import pytest
 from hwrl.run.report import EVENTS, PROMPTS, SAMPLES
 from hwrl.run.report.page import build_page
 from tests.support.plugin_files import install_plugin
-from tests.support.train_run import Run, assert_whole
+from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, sent
 from tests.support.train_run import demo as demo
 from tests.support.train_run import start as start
 
@@ -62,6 +62,7 @@ def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_p
     notes, run_id_file = tmp_path / "notes", tmp_path / "run" / "run_id"
     words = ["report.trackers=[notebook]", f"report.tracker_options={{notebook: {{file: {notes}}}}}", "resume=true"]
     words += ["report.run_name=sorting", "report.samples_per_step=3", "rollout.replicas=2", "report.trace_every=2"]
+    words += LORA
     run = start(*words, PYTHONPATH=str(plugins))
     run.wait_for_step(6)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
@@ -74,6 +75,8 @@ def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_p
     again = start(*words, PYTHONPATH=str(plugins))
     assert again.wait() == 0, again.output()
     assert_whole(again)
+    assert sum(sent(again, "base_sent")) >= 2, "each start sends the base, which then stays"
+    assert all(line["sync/nbytes"] == adapter_nbytes(again) for line in again.metrics())
     assert not (run.directory / "tensorboard").exists(), "it was not asked for"
     assert_samples(run.directory / SAMPLES)
     assert_notes(read(notes), run_id=run_id_file.read_text().strip())

@@ -120,6 +120,7 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
     assert "sync/base_sent" not in metrics[-1]
 
 
+@pytest.mark.extended  # test_seen_run.py: another run killed as a whole, with an adapter, too
 def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
     """It trains an adapter, and before, a new replica got the base again."""
     run = start("resume=true", *LORA)  # of nothing: it starts at the beginning
@@ -232,6 +233,7 @@ def test_a_signal_before_the_first_step_ends_the_run_soon_and_in_one_line(
     run.wait_until_all_ended()
 
 
+@pytest.mark.extended  # test_rollouter.py: the prompt has failed with the reason
 def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[..., Run], demo: Path) -> None:
     (demo / "bad.py").write_text("def reward(prompt, response, answer):\n    raise ValueError('no such unit')\n")
     run = start(f"reward.function={demo / 'bad.py'}:reward")
@@ -240,7 +242,8 @@ def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.extended  # test_model_files.py checks the message
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(
     start: Callable[..., Run], demo: Path, ranks: int
 ) -> None:

@@ -110,11 +110,7 @@ def wait_until_no_actors(network: HostNetwork) -> None:
 
 
 def return_to_cluster(network: HostNetwork, host: NetworkHost, *, cpus: int) -> None:
-    """Start Ray on a host that the cluster has given up, as a supervisor of machines does."""
-    if not host.is_up:
-        network.boot(host)
-    else:
-        for pid in host.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Boot a host that the cluster has given up, and start Ray on it, as a supervisor of machines does."""
+    host.halt()
+    network.boot(host)
     network.start_ray(host, cpus=cpus, settings=QUICK_DEATH)
