@@ -23,6 +23,7 @@ QUICK_DEATH = {
 """Settings of the head: after about 10 s without an answer a node is lost. Ray's own limit is a minute."""
 
 
+_ACTORS = ("ray::TrainActor", "ray::RolloutActor", "ray::LedgerActor")
 STEPS_AFTER = 4
 """More steps than the pipeline is ahead of the trainer: they have all prompts that were under way."""
 
@@ -50,9 +51,9 @@ def ray_hosts(*, count: int, cpus: int, prompts: int, dashboard: bool = False) -
             yield network, work
 
 
-def actors_on(host: NetworkHost, title: str = "ray::") -> list[int]:
-    """Return the run's actors on ``host`` with a title like ``ray::RolloutActor``."""
-    return [pid for pid in host.processes() if command_of(pid).startswith(title)]
+def actors_on(host: NetworkHost) -> list[int]:
+    """Return the run's actors on ``host``. Ray has agents of its own with similar titles."""
+    return [pid for pid in host.processes() if command_of(pid).startswith(_ACTORS)]
 
 
 def command_of(pid: int) -> str:
