@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hwrl.comm import Store
+from hwrl.comm import Store, is_on_loopback
 from hwrl.errors import CommError, UnsupportedError
 
 _making_device = threading.Lock()
@@ -40,7 +40,7 @@ class AbortableGroups:
 
     def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         """Return a group for :meth:`abort`; blocks until all ranks are connected."""
-        device, address = _device_of_its_own()
+        device, address = _device_of_its_own(on_loopback=is_on_loopback(store))
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
         options._devices, options._timeout, options._threads = [device], timeout, _THREADS
         store.set(f"listens/{rank}", f"{address[0]} {address[1]}")
@@ -90,12 +90,12 @@ def _connections(addresses: frozenset[tuple[str, int]]) -> bool:
     return False
 
 
-def _device_of_its_own() -> tuple[Any, tuple[str, int]]:
+def _device_of_its_own(*, on_loopback: bool) -> tuple[Any, tuple[str, int]]:
     """Return a new Gloo device and its listening address: the only new listener of the process."""
     for _ in range(_ATTEMPTS):
         with _making_device:
             before = set(_listeners())
-            device = _device()
+            device = _device(on_loopback=on_loopback)
             new = set(_listeners()) - before
         if len(new) == 1:
             return device, new.pop()
@@ -106,10 +106,12 @@ def _device_of_its_own() -> tuple[Any, tuple[str, int]]:
     )
 
 
-def _device() -> Any:
+def _device(*, on_loopback: bool) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
+    if on_loopback:  # Gloo's sockets authenticate nobody: other machines need not reach them
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return dist.ProcessGroupGloo.create_default_device()
 
 

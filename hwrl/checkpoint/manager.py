@@ -233,6 +233,11 @@ class CheckpointManager:
         self._calls += 1
         return self._calls
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is running in the background; its ``after_commit`` is a part of it."""
+        return self._background_save is not None and not self._background_save.done()
+
     def wait(self) -> None:
         """Block until no save is running; raise the error of a failed save. May be called again if interrupted."""
         if self._background_save is None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from hwrl import __version__
 from hwrl.errors import ConfigError
@@ -29,10 +30,32 @@ _GROUPS = {Kind.BACKEND: "hwrl.backends", Kind.TRANSPORT: "hwrl.transports"}
 _LEVELS = {Kind.BACKEND: Level.DEVICE, Kind.TRAIN_ENGINE: Level.TRAIN}
 
 
-def add_arguments(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add the name and the folder of a new package."""
-    parser.add_argument("name", help=f"its name in hwrl, like {example}; the package is hwrl-NAME")
-    parser.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="where to make the folder hwrl-NAME")
+class PackageCommand(NamedTuple):
+    """The parts of a subcommand."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def new_package_command(*kinds: Kind) -> PackageCommand:
+    """Return the command that writes a package of one of ``kinds``; ``--kind`` chooses among several."""
+    choices = {kind.value.removesuffix("-engine"): kind for kind in kinds}
+    noun = " or ".join(choices) + " engine" * (len(kinds) > 1)
+
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", help="its name in hwrl, like acme; the package is hwrl-NAME")
+        parser.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="where to make its folder")
+        if len(kinds) > 1:
+            first = next(iter(choices))
+            parser.add_argument("--kind", choices=choices, default=first, help=f"what it does ({first})")
+
+    def run(args: argparse.Namespace) -> int:
+        kind = choices[args.kind] if len(kinds) > 1 else kinds[0]
+        print(next_steps(kind, args.name, write_package(kind, args.name, args.into)))
+        return 0
+
+    return PackageCommand(f"write a package with a new {noun}, ready to install and to change", configure, run)
 
 
 def write_package(kind: Kind, name: str, into: Path) -> Path:

@@ -2,13 +2,14 @@
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from hwrl.comm.factory import Comm, forget_group
+from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
 from hwrl.comm.store import (
     await_keys,
     clone_store,
     connect_store,
     first_line,
+    is_on_loopback,
     serve_store,
     store_address,
     store_failures,
@@ -26,10 +27,12 @@ __all__ = [
     "Store",
     "TorchGroup",
     "await_keys",
+    "call_off_group",
     "clone_store",
     "connect_store",
     "first_line",
     "forget_group",
+    "is_on_loopback",
     "raw_bytes",
     "serve_store",
     "store_address",

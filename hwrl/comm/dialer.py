@@ -1,4 +1,4 @@
-"""Torch's store client behind a gate: torch connects inside this process, and the dialer connects it with the store."""
+"""Torch's store client with a key: torch connects inside this process, and the dialer connects it with the store."""
 
 from __future__ import annotations
 
@@ -8,43 +8,51 @@ import fcntl
 import os
 import select
 import socket
+import stat
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
-from hwrl.comm.door import Peer, find_descriptor, peer_of
-from hwrl.comm.gate import GateAddress, dial
+from hwrl.comm.signed import KeyedAddress, dial
 from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
+_CONNECT_S = 10.0
 _Made = TypeVar("_Made")
+
+
+class Peer(NamedTuple):
+    """One end of a TCP connection."""
+
+    host: str
+    port: int
 
 
 class Dialer:
     """Connects clients of this process with the store at ``address``; torch knows only :attr:`near`, on the loopback.
 
-    Torch's client cannot prove a key. So it connects to :attr:`near`; the dialer checks that the connection comes from
-    this process, passes the store's gate, and relays. :meth:`make` then puts the connection to the store in the place
-    of torch's, so operations take no detour. A connection that torch makes by itself stays relayed.
+    Torch's client has no key. So it connects to :attr:`near`; the dialer checks that the connection comes from this
+    process, connects to the store with the key, and relays. :meth:`make` then puts the connection to the store in the
+    place of torch's, so operations take no detour. A connection that torch makes by itself stays relayed.
     """
 
-    def __init__(self, address: GateAddress, listener: socket.socket) -> None:
-        self.address, self.near = address, peer_of(listener.getsockname())
+    def __init__(self, address: KeyedAddress, listener: socket.socket) -> None:
+        self.address, self.near = address, _peer_of(listener.getsockname())
         self._listener, self._making, self._lock = listener, threading.Lock(), threading.Lock()
         self._dialed: collections.deque[socket.socket] = collections.deque()
         self._relays: list[_Relay] = []
         threading.Thread(target=self._serve, name="hwrl store dialer", daemon=True).start()
 
-    def make(self, client: Callable[[], _Made], *, starts_server: bool = False) -> _Made:
-        """Return ``client()``, which makes one client of torch; it must be idle then. Blocks.
+    def make(self, client: Callable[[], _Made], *, timeout_s: float = _CONNECT_S, starts_server: bool = False) -> _Made:
+        """Return ``client()``, a new client of torch; it must be idle then. Blocks, up to ``timeout_s`` to connect.
 
-        Raises CommError if the store does not admit this process.
+        Raises CommTimeoutError if the store does not answer.
         """
         with self._making:
             with self._lock:
                 before = list(self._relays)
             if not starts_server:  # torch would try a lost connection again and again, and print a C++ stack each time
-                self._dialed.append(dial(self.address))
+                self._dialed.append(dial(self.address, timeout_s=timeout_s))
             made = client()
             with self._lock:
                 new = [relay for relay in self._relays if relay not in before]
@@ -70,12 +78,12 @@ class Dialer:
                 self._connect(client)
 
     def _connect(self, client: socket.socket) -> None:
-        near, far = peer_of(client.getpeername()), peer_of(client.getsockname())
-        if find_descriptor(near, far) is None:  # another process
+        near, far = _peer_of(client.getpeername()), _peer_of(client.getsockname())
+        if _find_descriptor(near, far) is None:  # another process
             client.close()
             return
         try:
-            store = self._dialed.popleft() if self._dialed else dial(self.address)
+            store = self._dialed.popleft() if self._dialed else dial(self.address, timeout_s=_CONNECT_S)
         except CommError:
             client.close()
             return
@@ -114,7 +122,7 @@ class _Relay:
 
     def step_aside(self) -> None:
         """Give torch's client the connection to the store. The client must be idle."""
-        descriptor = find_descriptor(self._near, self._far)
+        descriptor = _find_descriptor(self._near, self._far)
         if descriptor is None:  # closed already
             return
         fcntl.fcntl(self._store, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
@@ -140,3 +148,31 @@ class _Relay:
                     if not data:
                         return
                     target.sendall(data)
+
+
+def _find_descriptor(near: Peer, far: Peer) -> int | None:
+    """Return the descriptor of this process's connection from ``near`` to ``far``, None if it has none."""
+    for descriptor, mine in _numbered_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if (_peer_of(mine.getsockname()), _peer_of(mine.getpeername())) == (near, far):
+                return descriptor
+    return None
+
+
+def _peer_of(address: tuple[str, int, int, int] | tuple[str, int]) -> Peer:
+    """Return a socket's address without IPv6's extra fields; an IPv4 address as such, also on torch's IPv6 sockets."""
+    return Peer(address[0].removeprefix("::ffff:"), address[1])
+
+
+def _numbered_sockets() -> Iterator[tuple[int, socket.socket]]:
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):  # the newest are the wanted, mostly
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as mine:
+            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
+                yield descriptor, mine

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import translated
-from hwrl.comm.group import TorchGroup, make_standalone_group
+from hwrl.comm.group import CALLED_OFF, TorchGroup, make_standalone_group
 from hwrl.comm.staged import collectives_of
+from hwrl.comm.store import store_failures
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
 from hwrl.interfaces import Backend, Group, fill_stream_functions
@@ -89,6 +90,15 @@ def forget_group(store: Store, *, name: str) -> None:
     for key in store.list_keys():
         if key.startswith(f"group/{name}/"):
             store.delete_key(key)
+
+
+def call_off_group(store: Store, *, name: str) -> None:
+    """End the making of the standalone group ``name``: ranks that wait for others raise CommAbortedError.
+
+    They do so within a fifth of a second. Any thread or process may call this. If all ranks have come, it does nothing.
+    """
+    with store_failures():
+        store.set(f"group/{name}/{CALLED_OFF}", "")
 
 
 def _required(value: int | None, name: str) -> int:

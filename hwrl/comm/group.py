@@ -19,6 +19,10 @@ from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
 
+CALLED_OFF = "called off"
+"""The key of a group that is not to be made."""
+_LOOK_S = 0.2  # how often ranks that wait for others look at that key
+
 
 class TorchPending(Pending):
     """An operation with torch's ``work`` object; None for an empty tensor."""
@@ -263,8 +267,21 @@ def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float
         )
     if rank == 0:
         store.set("called", f"{name}-{uuid.uuid4().hex}")
-    missing = await_keys(store, [f"in/{peer}" for peer in range(size)], timeout_s=timeout_s)
-    if missing:
-        ranks = [int(key.removeprefix("in/")) for key in missing]
-        raise missing_ranks(f"cannot make group {name!r}", ranks, size=size, timeout_s=timeout_s)
+    _wait_for_peers(store, size=size, name=name, timeout_s=timeout_s)
     return store.get("called").decode()
+
+
+def _wait_for_peers(store: Store, *, size: int, name: str, timeout_s: float) -> None:
+    """Wait for all ranks to come, or until a peer calls the group off."""
+    deadline = time.monotonic() + timeout_s
+    missing = tuple(f"in/{peer}" for peer in range(size))
+    while True:
+        left_s = deadline - time.monotonic()
+        missing = await_keys(store, missing, timeout_s=min(_LOOK_S, left_s))
+        if not missing:
+            return
+        if store.check([CALLED_OFF]):
+            raise CommAbortedError(f"cannot make group {name!r}", why="a peer called it off", fix="make a new group")
+        if left_s <= _LOOK_S:
+            ranks = [int(key.removeprefix("in/")) for key in missing]
+            raise missing_ranks(f"cannot make group {name!r}", ranks, size=size, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ host, too. A library of the device is faster: a staged group moves each byte ove
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -83,7 +84,8 @@ class StagedCollectives:
     def comm_library(self) -> str:
         """Register staged groups with torch, as the device's library if torch knows none; return their name."""
         device_type = self._backend.info.device_type
-        dist.Backend.register_backend(STAGED, _create_in_torch, extended_api=True, devices=[device_type])
+        create = functools.partial(_create_in_torch, device_type)
+        dist.Backend.register_backend(STAGED, create, extended_api=True, devices=[device_type])
         return STAGED
 
     def library_timeout(self, timeout_s: float) -> timedelta:
@@ -94,7 +96,8 @@ class StagedCollectives:
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> dist.ProcessGroup:
         """Return a staged group over ``store``. Blocks until all ranks came."""
-        return _create(store, rank=rank, size=size, name=name, timeout=timeout)
+        device_type = self._backend.info.device_type
+        return _create(store, device_type, rank=rank, size=size, name=name, timeout=timeout)
 
     def await_work(self, work: Any) -> None:
         """Wait for the host's operation, and queue the copies of its results on this thread's current stream."""
@@ -112,6 +115,7 @@ class StagedWork(Work):
     def __init__(self, work: Any, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
         self._work, self._results = work, results
+        self._targets = [target for target, _ in results]
 
     def wait(self, *timeout: timedelta) -> bool:
         """Block until the host's operation is done; queue the copies on the caller's current stream."""
@@ -129,9 +133,8 @@ class StagedWork(Work):
     def get_future(self) -> Any:
         """Return the results as a future, done already. Blocks as :meth:`wait` does."""
         future: Any = torch.futures.Future()
-        results = [target for target, _ in self._results]
         self.wait()
-        future.set_result(results)
+        future.set_result(self._targets)
         return future
 
 
@@ -156,11 +159,15 @@ class _Awaited:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Runs each operation in ``group``, a process group of the backend ``host``, on copies of its tensors."""
+    """Runs each operation in ``group``, a process group of the backend ``host``, on copies of its tensors.
 
-    def __init__(self, group: dist.ProcessGroup, host: Backend, *, name: str) -> None:
+    ``device_type`` is torch's name for the tensors' device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, host: Backend, device_type: str, *, name: str) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._group, self._host, self._name, self._description = group, host, name, ""
+        self._device_type = device_type
 
     def getBackendName(self) -> str:
         """Return :data:`STAGED`."""
@@ -189,6 +196,11 @@ class StagedGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Do nothing: the host's group ends with this object."""
 
+    def barrier(self, *args: Any, **options: Any) -> Work:
+        """Wait for the earlier work on the caller's current stream, then for the other ranks."""
+        torch.empty(1).copy_(torch.zeros(1, device=self._device_type))
+        return self._run("barrier", *args, **options)
+
     def _run(self, operation: str, *args: Any, **options: Any) -> Work:
         """Run ``operation`` on the host. Tensors of its first argument get results unless it only reads."""
         pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in args]
@@ -208,7 +220,7 @@ def _operation(name: str) -> Callable[..., Work]:
     return run
 
 
-for _name in (*_IN_PLACE, *_TO_FIRST, *_READING):
+for _name in (*_IN_PLACE, *_TO_FIRST, "send"):
     if hasattr(dist.ProcessGroup, _name):  # the names differ by version
         setattr(StagedGroup, _name, _operation(_name))
 
@@ -235,10 +247,11 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return [_map_tensors(one, change) for one in value] if isinstance(value, list) else value
 
 
-def _create_in_torch(options: Any, _: Any) -> dist.ProcessGroup:
+def _create_in_torch(device_type: str, options: Any, _: Any) -> dist.ProcessGroup:
     """Make a group for torch's own functions, such as ``init_process_group``."""
     return _create(
         PrefixStore("staged", options.store),
+        device_type,
         rank=options.group_rank,
         size=options.group_size,
         name=str(options.group_id),
@@ -246,7 +259,7 @@ def _create_in_torch(options: Any, _: Any) -> dist.ProcessGroup:
     )
 
 
-def _create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta) -> StagedGroup:
+def _create(store: Store, device_type: str, *, rank: int, size: int, name: str, timeout: timedelta) -> StagedGroup:
     host = host_backend()
     group = host.create_process_group(store, rank=rank, size=size, name=f"{name}/host", timeout=timeout)
-    return StagedGroup(group, host, name=name)
+    return StagedGroup(group, host, device_type, name=name)

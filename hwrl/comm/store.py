@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hwrl.comm.dialer import Dialer
-from hwrl.comm.door import check_doors
-from hwrl.comm.gate import Gate, GateAddress
-from hwrl.errors import CommError, CommTimeoutError, PeerLostError
+from hwrl.comm.signed import KeyedAddress, new_key, require_key
+from hwrl.errors import CommError, PeerLostError
 
+_BACKLOG = 4096
 _served_or_joined: list[Dialer] = []
 """The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
 os.register_at_fork(after_in_child=_served_or_joined.clear)  # their threads stay with the parent
@@ -27,45 +27,45 @@ os.register_at_fork(after_in_child=_served_or_joined.clear)  # their threads sta
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
-    Only a process with the address can use it: the address holds a new secret key, and both ends prove that they know
-    it (docs/security.md). The store listens only on the address of ``host``; "0.0.0.0" means every IPv4 interface. Its
-    gate is at ``port``, 0 for a free one; the store itself takes a second, free port. ``timeout_s`` bounds blocking
-    calls of the store. Raises CommError if the port is taken, if ``host`` is not an address of this machine, or if the
-    kernel cannot keep strangers out.
+    Only a process with the address can use it: the address holds a new secret key, and the kernel drops every packet
+    that is not signed with it (docs/security.md). The store listens only on the address of ``host`` ("0.0.0.0" means
+    every IPv4 interface) at ``port``, 0 for a free one. ``timeout_s`` bounds blocking calls of the store. Raises
+    CommError if the port is taken, if ``host`` is not an address of this machine, or if the kernel cannot sign packets.
     """
-    check_doors()
-    outside = _bind(host, port)
-    inside = _bind(outside.getsockname()[0], 0)
-    gate = Gate(outside, key=(key := secrets.token_urlsafe(32)), behind=inside)
-    near = _listen_near(inside.getsockname()[1])
-    dialer = Dialer(GateAddress(host, outside.getsockname()[1], key), near)
+    key = new_key(secrets.token_urlsafe(32))
+    listener = _bind(host, port)
+    require_key(listener, key)
     try:
-        store = dialer.make(lambda: _make_server(inside, dialer.near.host, timeout_s), starts_server=True)
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        raise _cannot_serve(host, port, str(exc)) from exc
+    address = KeyedAddress(host, listener.getsockname()[1], key)
+    dialer = Dialer(address, _listen_near(address.port))
+    try:
+        store = dialer.make(lambda: _make_server(listener, dialer.near.host, timeout_s), starts_server=True)
     except dist.DistError as exc:
-        gate.close()
         dialer.close()
         raise _cannot_serve(host, port, first_line(exc)) from exc
     _served_or_joined.append(dialer)
-    weakref.finalize(store, _end_service, gate, dialer, os.getpid())
+    weakref.finalize(store, _end_service, dialer, os.getpid())
     return store
 
 
-def _make_server(inside: socket.socket, near: str, timeout_s: float) -> TCPStore:
-    """Return torch's store on the bound socket ``inside``. Its own client connects to its port at address ``near``."""
+def _make_server(listener: socket.socket, near: str, timeout_s: float) -> TCPStore:
+    """Return torch's store on ``listener``. Its own client connects to the same port, but at address ``near``."""
     return TCPStore(
         near,
-        inside.getsockname()[1],
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=inside.detach(),  # without a socket, TCPStore listens on every interface
+        master_listen_fd=listener.detach(),  # without a socket, TCPStore listens on every interface
     )
 
 
-def _end_service(gate: Gate, dialer: Dialer, server: int) -> None:
-    if os.getpid() != server:  # a fork: the sockets still serve its parent
+def _end_service(dialer: Dialer, server: int) -> None:
+    if os.getpid() != server:  # a fork: the socket still serves its parent
         return
-    gate.close()
     dialer.close()
     _served_or_joined.remove(dialer)
 
@@ -126,22 +126,33 @@ def store_address(store: TCPStore) -> str:
 def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     """Return a client of the store at ``address`` ("host:port#key"); wait up to ``timeout_s`` for the server.
 
-    Raises CommTimeoutError if nothing answers there in time, and CommError if the key is wrong.
+    Raises CommTimeoutError if no store with this key answers there in time: a store is silent to others.
     """
-    wanted = GateAddress.parse(address)
-    _wait_for_server(wanted.host, wanted.port, timeout_s)
-    dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None)
-    if dialer is None:
-        dialer = Dialer(wanted, _listen_near(0))
-        _served_or_joined.append(dialer)
+    wanted = KeyedAddress.parse(address)
+    dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None) or Dialer(
+        wanted, _listen_near(0)
+    )
     host, port = dialer.near
     try:
         timeout = timedelta(seconds=max(timeout_s, 1.0))
-        return dialer.make(lambda: TCPStore(host, port, is_master=False, timeout=timeout))
-    except dist.DistError as exc:
+        store = dialer.make(lambda: TCPStore(host, port, is_master=False, timeout=timeout), timeout_s=timeout_s)
+    except (dist.DistError, CommError) as exc:
+        if dialer not in _served_or_joined:
+            dialer.close()
+        if isinstance(exc, CommError):
+            raise
         raise CommError(
             f"cannot use the store at {wanted.place}", why=first_line(exc), fix="is its process alive?"
         ) from exc
+    if dialer not in _served_or_joined:
+        _served_or_joined.append(dialer)
+    return store
+
+
+def is_on_loopback(store: Store) -> bool:
+    """Return whether ``store`` is served on a loopback address: then all processes that use it are on this machine."""
+    dialer = _dialer_of(store)
+    return dialer is not None and dialer.address.host.startswith(("127.", "::1", "localhost"))
 
 
 def _dialer_of(store: Store) -> Dialer | None:
@@ -151,23 +162,6 @@ def _dialer_of(store: Store) -> Dialer | None:
     if not isinstance(store, TCPStore):
         return None
     return next((dialer for dialer in _served_or_joined if dialer.near == (store.host, store.port)), None)
-
-
-def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
-    # TCPStore retries, too, but prints a C++ stack for each attempt and exceeds its timeout (torch 2.13).
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.05, deadline - time.monotonic())).close()
-            return
-        except OSError as exc:
-            if time.monotonic() >= deadline:
-                raise CommTimeoutError(
-                    f"no store answers at {host}:{port}",
-                    why=f"tried for {timeout_s:g} s; the last answer was: {exc}",
-                    fix="start the process that serves it, or correct the address",
-                ) from exc
-            time.sleep(0.05)
 
 
 def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:

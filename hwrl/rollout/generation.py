@@ -95,7 +95,7 @@ class PendingGroup:
         """Return the scored group as the ledger takes it."""
         metrics = self.metrics()
         if self.spans is not None and self._scoring_unix_s is not None:
-            self.spans.add("reward", self._scoring_unix_s, mean=mean_metrics(metrics)["reward"])
+            self.spans.add("reward", {"mean": mean_metrics(metrics)["reward"]}, begin_unix_s=self._scoring_unix_s)
         return PromptGroup.of_samples(
             self.samples,
             sequence_number=lease.sequence_number,

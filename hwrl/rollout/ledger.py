@@ -43,6 +43,7 @@ from typing import Any, Literal, TypeAlias
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import PromptGroup
+from hwrl.rollout.number_set import NumberSet
 
 GroupFilter: TypeAlias = Callable[[PromptGroup], bool]
 """Returns whether to train on a finished group."""
@@ -150,8 +151,7 @@ class PromptLedger:
         self._accepted: dict[int, tuple[PromptLease, PromptGroup]] = {}
         self._active_of: Counter[int] = Counter()  # running and accepted groups, by the version of their lease
         self._finished_of: Counter[int] = Counter()  # the accepted ones
-        self._filtered: set[int] = set()
-        self._failed: set[int] = set()
+        self._filtered, self._failed = NumberSet(), NumberSet()
         self._untrained = UntrainedPrompts()  # since the last call of take_untrained
         self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
@@ -389,8 +389,8 @@ class PromptLedger:
             "trained": self._trained,
             "next": self._next,
             "owed": sorted(self._owed()),
-            "filtered": to_ranges(self._filtered),
-            "failed": to_ranges(self._failed),
+            "filtered": self._filtered.ranges(),
+            "failed": self._failed.ranges(),
             "untrained": {
                 "filtered": to_ranges(self._untrained.filtered),
                 "failed": list(self._untrained.failed.items()),  # JSON has no numbers as keys
@@ -412,8 +412,8 @@ class PromptLedger:
         self._finished_of.clear()
         self._failed_attempts.clear()
         self._returned = sorted(int(number) for number in state["owed"])
-        self._filtered = set(from_ranges(state.get("filtered", [])))
-        self._failed = set(from_ranges(state.get("failed", [])))
+        self._filtered = NumberSet(from_ranges(state.get("filtered", [])))
+        self._failed = NumberSet(from_ranges(state.get("failed", [])))
         untrained = state.get("untrained", {"filtered": [], "failed": []})
         self._untrained = UntrainedPrompts(from_ranges(untrained["filtered"]), dict(untrained["failed"]))
         self._filtered_in_a_row = self._skipped_in_a_row = 0

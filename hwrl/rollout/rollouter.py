@@ -19,7 +19,7 @@ from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
-from hwrl.rollout.tracing import SpanLog
+from hwrl.rollout.tracing import Attribute, SpanLog
 from hwrl.rollout.weight_updater import WeightUpdater
 
 _RETRY_S = 1.0
@@ -223,7 +223,8 @@ class Rollouter:
         if not every or lease.sequence_number % every:
             return None
         log, waited_from_s = SpanLog(), self._leases.leased_unix_s
-        log.add("lease", waited_from_s, log.began_unix_s, replica=self._settings.replica, version=lease.version)
+        given: dict[str, Attribute] = {"replica": self._settings.replica, "version": lease.version}
+        log.add("lease", given, begin_unix_s=waited_from_s, end_unix_s=log.began_unix_s)
         return log
 
     def _generate(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -30,7 +30,9 @@ class SpanLog:
         log._spans = self._spans
         return log
 
-    def add(self, name: str, begin_unix_s: float, end_unix_s: float | None = None, **attributes: Attribute) -> None:
+    def add(
+        self, name: str, attributes: Mapping[str, Attribute], *, begin_unix_s: float, end_unix_s: float | None = None
+    ) -> None:
         """Note a span; without ``end_unix_s`` it ends now. Times are seconds since 1970."""
         end = time.time() if end_unix_s is None else end_unix_s
         self._spans.append(Span(name, begin_unix_s, end, {**self._attributes, **attributes}))
@@ -39,7 +41,8 @@ class SpanLog:
         """Note the generation call that has returned ``response``."""
         versions = response.versions
         known = {"version_min": int(versions.min()), "version_max": int(versions.max())} if len(versions) else {}
-        self.add("generate", begin_unix_s, tokens=len(response.token_ids), truncated=bool(response.truncated), **known)
+        made = {"tokens": len(response.token_ids), "truncated": bool(response.truncated), **known}
+        self.add("generate", made, begin_unix_s=begin_unix_s)
 
     def spans(self) -> tuple[Span, ...]:
         """Return all spans so far."""
@@ -71,4 +74,4 @@ def traced(name: str, **attributes: Attribute) -> Iterator[dict[str, Attribute]]
         yield attributes
     finally:
         if log is not None:
-            log.add(name, begin_unix_s, **attributes)
+            log.add(name, attributes, begin_unix_s=begin_unix_s)

@@ -14,17 +14,20 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.run.cluster.placement import machine_devices
+    from hwrl.run.cluster.ray_session import ray_cluster
     from hwrl.run.config import Config, dump_config, load_config
     from hwrl.run.demo import write_demo
     from hwrl.run.inputs import check_inputs
     from hwrl.run.interrupts import Interrupts
     from hwrl.run.pipeline import run_training
+    from hwrl.run.processes.handles import LedgerHandle
     from hwrl.run.report import LiveView, Metrics, PlainView, make_view, read_metrics
     from hwrl.run.report.summary import Summary
 
 _MODULE_OF = {
     "Config": "config",
     "Interrupts": "interrupts",
+    "LedgerHandle": "processes.handles",
     "LiveView": "report",
     "Metrics": "report",
     "PlainView": "report",
@@ -34,6 +37,7 @@ _MODULE_OF = {
     "load_config": "config",
     "machine_devices": "cluster.placement",
     "make_view": "report",
+    "ray_cluster": "cluster.ray_session",
     "read_metrics": "report",
     "run_training": "pipeline",
     "write_demo": "demo",
@@ -43,6 +47,7 @@ _MODULE_OF = {
 __all__ = [
     "Config",
     "Interrupts",
+    "LedgerHandle",
     "LiveView",
     "Metrics",
     "PlainView",
@@ -52,6 +57,7 @@ __all__ = [
     "load_config",
     "machine_devices",
     "make_view",
+    "ray_cluster",
     "read_metrics",
     "run_training",
     "write_demo",

@@ -126,6 +126,7 @@ class KitReport:
             "kind": self.subject.kind.value,
             "name": self.subject.name,
             "backend": backend.info.name,
+            "device_type": backend.info.device_type,
             "device_count": backend.device_count(),
             "level": self.level.value,
             "reached": None if self.reached is None else self.reached.value,
@@ -139,10 +140,11 @@ class KitReport:
     def badge(self) -> Mapping[str, str | int]:
         """Return the badge's texts and color, in the form that shields.io reads from an address."""
         good = self.ok and self.reached is not None
+        found = self.verdict() if good else "failing"
         return {
             "schemaVersion": 1,
             "label": f"hwrl {__version__} {self.subject.kind.value}",
-            "message": self.verdict() if good else "failing",
+            "message": f"{found} on {self.backend.info.device_type}",
             "color": "green" if good else "red",
         }
 

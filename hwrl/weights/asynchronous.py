@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
@@ -20,7 +20,23 @@ from hwrl.weights.sender import WeightSender
 from hwrl.weights.source import WeightSource
 from hwrl.weights.streaming import IncomingVersion, StreamReceiver
 
+
+class _End(Protocol):
+    """An end of a weight link."""
+
+    def close(self) -> None: ...
+
+
+class _ReceivingEnd(_End, Protocol):
+    """An end of a weight link that receives."""
+
+    def join(self) -> None: ...
+
+
 _Result = TypeVar("_Result")
+_Self = TypeVar("_Self", bound="_AsyncEnd[Any]")
+_AnyEnd = TypeVar("_AnyEnd", bound=_End)
+_AnyReceiver = TypeVar("_AnyReceiver", bound=_ReceivingEnd)
 
 
 class _EndThread:
@@ -59,7 +75,38 @@ class _EndThread:
             self._pool.shutdown(wait=False)
 
 
-class AsyncWeightSender:
+class _AsyncEnd(Generic[_AnyEnd]):
+    """An end made with ``options`` by ``make``, and its thread. A context manager."""
+
+    def __init__(self, make: Callable[..., _AnyEnd], store: Store, options: Mapping[str, Any]) -> None:
+        self._thread = _EndThread(backend_or_default(options.get("backend")))
+        self._end = make(store, **options)
+
+    async def close(self) -> None:
+        """Close the end of the link, and end its thread."""
+        await self._thread.end(self._end.close)
+
+    async def __aenter__(self: _Self) -> _Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class _AsyncReceivingEnd(_AsyncEnd[_AnyReceiver]):
+    """A receiver and its thread."""
+
+    @property
+    def receiver(self) -> _AnyReceiver:
+        """The receiver, for its ``version``."""
+        return self._end
+
+    async def join(self) -> None:
+        """Request versions again, as :meth:`~hwrl.weights.WeightReceiver.join` does."""
+        await self._thread.run(self._end.join)
+
+
+class AsyncWeightSender(_AsyncEnd[WeightSender]):
     """A :class:`~hwrl.weights.WeightSender` for ``async`` code; takes the same options.
 
     Calls run in one thread, one after the other, and ``weights`` are read there. A cancelled ``publish`` goes on to its
@@ -67,9 +114,12 @@ class AsyncWeightSender:
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
-        self._thread = _EndThread(backend_or_default(options.get("backend")))
-        self.sender = WeightSender(store, **options)
+        super().__init__(WeightSender, store, options)
+
+    @property
+    def sender(self) -> WeightSender:
         """The sender. Its ``version`` and ``remove`` may be used from any thread."""
+        return self._end
 
     async def publish(
         self,
@@ -91,18 +141,8 @@ class AsyncWeightSender:
         """Close the connections and free their device memory, as :meth:`~hwrl.weights.WeightSender.release` does."""
         await self._thread.run(self.sender.release)
 
-    async def close(self) -> None:
-        """Close the sender, and end its thread."""
-        await self._thread.end(self.sender.close)
 
-    async def __aenter__(self) -> AsyncWeightSender:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-
-class AsyncWeightReceiver:
+class AsyncWeightReceiver(_AsyncReceivingEnd[WeightReceiver]):
     """A :class:`~hwrl.weights.WeightReceiver` for ``async`` code; takes the same options.
 
     A cancelled ``receive`` ends as :meth:`~hwrl.weights.WeightReceiver.cancel` says, within a fifth of a second while
@@ -110,9 +150,7 @@ class AsyncWeightReceiver:
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
-        self._thread = _EndThread(backend_or_default(options.get("backend")))
-        self.receiver = WeightReceiver(store, **options)
-        """The receiver, for its ``version`` and ``replica``."""
+        super().__init__(WeightReceiver, store, options)
 
     async def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Wait for the newest version; see :meth:`~hwrl.weights.WeightReceiver.receive`."""
@@ -121,28 +159,12 @@ class AsyncWeightReceiver:
         finally:
             self.receiver.forget_cancellation()
 
-    async def join(self) -> None:
-        """Request versions again, as :meth:`~hwrl.weights.WeightReceiver.join` does."""
-        await self._thread.run(self.receiver.join)
 
-    async def close(self) -> None:
-        """Close the receiver, and end its thread."""
-        await self._thread.end(self.receiver.close)
-
-    async def __aenter__(self) -> AsyncWeightReceiver:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-
-class AsyncStreamReceiver:
+class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
     """A :class:`~hwrl.weights.StreamReceiver` for ``async`` code; takes the same options."""
 
     def __init__(self, store: Store, **options: Any) -> None:
-        self._thread = _EndThread(backend_or_default(options.get("backend")))
-        self.receiver = StreamReceiver(store, **options)
-        """The receiver, for its ``version``."""
+        super().__init__(StreamReceiver, store, options)
 
     async def stream(self, *, timeout_s: float = 60.0) -> AsyncIterator[NamedTensor]:
         """Yield the newest version's tensors as they come; see :class:`~hwrl.weights.IncomingVersion`.
@@ -156,20 +178,6 @@ class AsyncStreamReceiver:
                 yield pair
         finally:
             await self._thread.run(incoming.close)
-
-    async def join(self) -> None:
-        """Request versions again, as :meth:`~hwrl.weights.WeightReceiver.join` does."""
-        await self._thread.run(self.receiver.join)
-
-    async def close(self) -> None:
-        """Close the receiver, and end its thread."""
-        await self._thread.end(self.receiver.close)
-
-    async def __aenter__(self) -> AsyncStreamReceiver:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
 
 def _next_of(incoming: IncomingVersion) -> NamedTensor | None:

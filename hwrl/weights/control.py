@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
@@ -95,12 +95,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Abandonment:
-    """A ``version`` that sender ``epoch`` gave up before it was proposed. ``number`` grows with each on the link."""
+    """A ``version`` that sender ``epoch`` gave up before it was proposed to receivers ``to``.
+
+    ``number`` grows with each abandonment on the link.
+    """
 
     number: int = 0
     epoch: int = 0
     version: int = 0
     why: str = ""
+    to: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, text: bytes) -> Abandonment:
@@ -205,7 +209,8 @@ class ControlChannel:
         self.name = name
         self._keys = StoreKeys(self.store)
         self._payloads = payloads
-        self.proposed = 0  # how many proposals this end has shown
+        self.shown: Proposal | None = None
+        """The last proposal that this end has shown."""
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class ControlChannel:
         """Show ``proposal`` to the receivers; they see all of it or nothing."""
         self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
         self._keys.raise_to("newest proposal", proposal.number)
-        self.proposed += 1
+        self.shown = proposal
 
     def start(self, proposal: Proposal, start: Start) -> None:
         """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
@@ -253,9 +258,9 @@ class ControlChannel:
         if decision is None or decision.kind is DecisionKind.AGAIN:
             self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
 
-    def abandon(self, epoch: int, version: int, why: str) -> None:
-        """Tell waiting receivers that sender number ``epoch`` gave ``version`` up before it was proposed."""
-        found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why)
+    def abandon(self, epoch: int, version: int, why: str, *, to: Sequence[int]) -> None:
+        """Tell receivers ``to`` that sender number ``epoch`` gave ``version`` up before it was proposed to them."""
+        found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why, tuple(to))
         self._keys.set(Note.ABANDONED, json.dumps(asdict(found)))
 
     def exclude(self, member: int, why: str) -> None:
@@ -279,7 +284,7 @@ class ControlChannel:
     def replica(self, member: int) -> str | None:
         """Return the replica's name of receiver ``member``; None if it has left or its request is not complete."""
         found = self._keys.get(_key(Note.JOIN, member))
-        return None if found is None else found.decode()
+        return None if found is None else found.decode(errors="replace")
 
     def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
         """Wait until all ``members`` have written ``note``; return those that have not after ``timeout_s``."""
@@ -321,7 +326,7 @@ class ControlChannel:
 
     def newest(self) -> int:
         """Return the newest proposal's number, 0 before the first. One short round trip."""
-        return int(self._keys.get("newest proposal") or 0)
+        return self._keys.number("newest proposal")
 
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before the first."""
@@ -362,7 +367,7 @@ class ControlChannel:
         if why is not None:
             raise ReceiverExcludedError(
                 f"receiver {replica!r} was excluded from {self.name!r}",
-                why=why.decode(),
+                why=why.decode(errors="replace"),
                 fix="call join() to be sent the next version",
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hwrl.comm import Store
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.weights.control import ControlChannel, DecisionKind, Limits, Proposal, Start
+from hwrl.weights.control import Abandonment, ControlChannel, DecisionKind, Limits, Proposal, Start
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
@@ -96,7 +96,7 @@ class LinkMembers:
                 return proposal  # a newer version than the abandoned one, as a rule
             if aborted is not None:
                 self._check_not_given_up(aborted)
-            if abandoned.number > before and abandoned.epoch == self.channel.epoch():
+            if abandoned.number > before and self._concerns_us(abandoned):
                 raise _given_up(abandoned.version, abandoned.why)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -158,6 +158,9 @@ class LinkMembers:
             return proposal
         is_ours = bool(set(self.numbers) & set(proposal.to)) and proposal.epoch == self.channel.epoch()
         return proposal if is_ours else None
+
+    def _concerns_us(self, abandoned: Abandonment) -> bool:
+        return not set(self.numbers).isdisjoint(abandoned.to) and abandoned.epoch == self.channel.epoch()
 
     def _check_not_given_up(self, aborted: Proposal) -> None:
         decision = self.channel.decision(aborted)

@@ -8,6 +8,8 @@ from collections.abc import Collection
 
 from hwrl.weights.control import ControlChannel
 
+LOST = 0
+"""The content of a member after a begun transfer: perhaps none. Contents are numbered from 1."""
 _LATE = 100
 """A join request still incomplete after so many newer ones is never completed: its process died."""
 
@@ -55,9 +57,14 @@ class Membership:
             wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
             return [member for member in wanted if replicas is None or self.members[member] in replicas]
 
+    def names(self) -> tuple[str, ...]:
+        """Return the replica names of the members, in join order."""
+        with self._lock:
+            return tuple(name for _, name in sorted(self.members.items()))
+
     def absent(self, replicas: Collection[str]) -> list[str]:
         """Return those of ``replicas`` that have not joined."""
-        joined = set(self.members.values())
+        joined = self.names()
         return [name for name in replicas if name not in joined]
 
     def remove(self, replicas: Collection[str], why: str) -> list[int]:
@@ -70,7 +77,23 @@ class Membership:
 
     def unserved(self) -> tuple[str, ...]:
         """Return the replica names of the members that have committed no version of this sender."""
-        return tuple(name for member, name in self.members.items() if member not in self.served)
+        with self._lock:
+            return tuple(name for member, name in self.members.items() if member not in self.served)
+
+    def note_committed(self, members: Collection[int], content: int) -> None:
+        """Note ``content`` as committed by ``members``, without removed ones."""
+        with self._lock:
+            self.served |= dict.fromkeys(self.members.keys() & set(members), content)
+
+    def note_at_risk(self, members: Collection[int]) -> None:
+        """Note the begin of a transfer to ``members``: receiving in place overwrites the old content."""
+        with self._lock:
+            self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
+
+    def count_with(self, content: int) -> int:
+        """Return how many members have committed ``content``."""
+        with self._lock:
+            return sum(found == content for found in self.served.values())
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""

@@ -15,7 +15,7 @@ from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.chapters import Chapters, described
-from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metadata
+from hwrl.weights.control import ControlChannel, Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
@@ -75,7 +75,7 @@ class WeightSender:
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()
         self._link: SenderLink | None = None
-        self._content = 0
+        self._content = self._contents = 0  # of the newest version; the newest number of all
         self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
@@ -121,22 +121,22 @@ class WeightSender:
         transfer fails repeatedly with no receiver to blame; no attempt begins later than four times ``timeout_s`` after
         the first. Whatever it raises, waiting receivers are told at once.
         """
-        clock, shown = StageClock(), self._channel.proposed
+        clock, shown = StageClock(), self._channel.shown
+        content = self._content_of(version, again=again)
         try:
             with clock("gather"), torch.no_grad():
                 self._check_turn(version, again=again)
                 self._check_choice(to)
                 source = self._source_of(weights)
                 link = self._link_for(source)
-            self._content += again or version != self.version
-            outcome = link.commit(Offer(version, self._content, checked_metadata(metadata), source, to), clock)
+            outcome = link.commit(Offer(version, content, checked_metadata(metadata), source, to), clock)
         except BaseException as exc:
-            self._abandon(version, exc, shown=shown)
+            self._abandon(version, exc, content=content, to=to, before=shown)
             raise
         finally:
             if isinstance(weights, Iterator):
                 drain(weights)
-        self.version = version
+        self.version, self._content = version, content
         nbytes = link.layout.payload_nbytes
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
@@ -163,7 +163,7 @@ class WeightSender:
     def receivers(self) -> tuple[str, ...]:
         """Return the names of the receivers that have joined, in join order; cheap."""
         self._membership.refresh()
-        return tuple(name for _, name in sorted(self._membership.members.items()))
+        return self._membership.names()
 
     def wait_for_receivers(self, receivers: int | Collection[str], *, timeout_s: float = 60.0) -> None:
         """Block until so many receivers have joined, or all that are named.
@@ -175,8 +175,8 @@ class WeightSender:
             if time.monotonic() > deadline:
                 wanted = receivers if isinstance(receivers, int) else f"{len(receivers)} ({', '.join(receivers)})"
                 raise CommTimeoutError(
-                    f"{len(self._membership.members)} of {wanted} receivers joined {self._channel.name!r}",
-                    why=f"within {timeout_s:g} s only {sorted(self._membership.members.values())} came",
+                    f"{len(self._membership.names())} of {wanted} receivers joined {self._channel.name!r}",
+                    why=f"within {timeout_s:g} s only {sorted(self._membership.names())} came",
                     fix="start the others, with the same store and name",
                 )
             time.sleep(0.005)
@@ -196,16 +196,33 @@ class WeightSender:
     def _have_joined(self, receivers: int | Collection[str]) -> bool:
         self._membership.refresh()
         if isinstance(receivers, int):
-            return len(self._membership.members) >= receivers
+            return len(self._membership.names()) >= receivers
         return not self._membership.absent(receivers)
 
-    def _abandon(self, version: int, exc: BaseException, *, shown: int) -> None:
-        """Tell waiting receivers that ``version`` does not come, unless they belong to another sender."""
-        if self._channel.proposed > shown:
-            return  # the receivers of the proposal know
+    def _content_of(self, version: int, *, again: bool) -> int:
+        """Return the number of a version's content: a new one, unless it is the newest version's."""
+        if version == self.version and not again:
+            return self._content
+        self._contents += 1
+        return self._contents
+
+    def _abandon(
+        self, version: int, exc: BaseException, *, content: int, to: Collection[str] | None, before: Proposal | None
+    ) -> None:
+        """Tell receivers that wait for ``version`` that it does not come, unless they belong to another sender.
+
+        The receivers of a proposal know already, if one was shown since ``before``.
+        """
+        shown = self._channel.shown
+        if shown is not before and self.keeps_versions:
+            return  # it was for all
+        told = () if shown is None or shown is before else shown.to
         with contextlib.suppress(CommError):  # the store is lost, too
             if self._channel.epoch() == self._epoch:
-                self._channel.abandon(self._epoch, version, f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}")
+                self._membership.refresh()
+                waiting = [member for member in self._membership.lacking(content, to) if member not in told]
+                why = f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}"
+                self._channel.abandon(self._epoch, version, why, to=waiting)
 
     def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
         """Return ``weights`` as a source; an iterator is read as far as it can be held."""

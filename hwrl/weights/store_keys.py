@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hwrl.comm import Store, store_failures
+from hwrl.errors import TransferFailedError
 
 _ABSENT = "\x01"  # never written as a value: compare_set returns it for a missing key, and then writes nothing
 
@@ -29,17 +30,21 @@ class StoreKeys:
             found = self._store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
 
+    def number(self, key: str) -> int:
+        """Return the whole number that :meth:`raise_to` wrote, 0 if there is none."""
+        return _number(key, self.get(key) or b"0")
+
     def raise_to(self, key: str, number: int) -> None:
         """Set ``key`` to ``number`` unless it holds a larger one; mostly one round trip."""
         expected = str(number - 1) if number > 1 else ""
         while True:
             with store_failures():
-                found = self._store.compare_set(key, expected, str(number)).decode()
+                found = self._store.compare_set(key, expected, str(number)).decode(errors="replace")
             if found == str(number):
                 return
             if found == expected:  # also returned if the key is missing; only "" writes it then
                 expected = ""
-            elif int(found) > number:
+            elif _number(key, found) > number:
                 return
             else:
                 expected = found
@@ -48,3 +53,12 @@ class StoreKeys:
         """Delete the key, if it is there."""
         with store_failures():
             self._store.delete_key(key)
+
+
+def _number(key: str, found: str | bytes) -> int:
+    try:
+        return int(found)
+    except ValueError as exc:
+        raise TransferFailedError(
+            "the store is damaged", why=f"{key!r} is no number but {found[:80]!r}", fix="start the run again"
+        ) from exc

@@ -98,14 +98,13 @@ class SenderLink:
         """The round whose bytes are under way."""
 
     def plan(self, named: Iterable[NamedTensor]) -> WeightLayout:
-        """Plan a layout with the slabs of this link, and show it to the receivers."""
-        layout = WeightLayout.plan(named, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
-        self.channel.put_layout(layout)
-        return layout
+        """Plan a layout with the slabs of this link."""
+        return WeightLayout.plan(named, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
 
     def plan_again(self, source: WeightSource) -> None:
-        """Plan for ``source``, because only a part of the tensors was known."""
+        """Plan for ``source``, because only a part of the tensors was known; show the layout to the receivers."""
         self.layout, self.is_planned = self.plan(source.metadata()), source.chapters is None
+        self.channel.put_layout(self.layout)
 
     def commit(self, offer: Offer, clock: StageClock) -> CommitOutcome:
         """Bring ``offer`` to its receivers, as the transport does it."""
@@ -231,8 +230,7 @@ class Transaction:
         except BaseException as exc:
             self.give_up(exc)
             raise
-        served = list(self._link.membership.served.values())  # another thread may remove members
-        return CommitOutcome(sum(content == self._offer.content for content in served), self._excluded)
+        return CommitOutcome(self._link.membership.count_with(self._offer.content), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
@@ -302,6 +300,8 @@ class Transaction:
             late = sending.wait_for_ready(timeout_s)
             self._seen |= sending.seen
             self._exclude(late, f"it did not come to receive within {timeout_s:g} s")
+            if not late:
+                self._link.membership.note_at_risk(proposal.to)
             self._link.channel.start(proposal, Start.WITHDRAWN if late else Start.GO)
         if late:
             self._last_failure = f"of {len(proposal.to)} receivers, {len(late)} did not come or were replaced"
@@ -355,7 +355,7 @@ class Transaction:
                 tensors = chapters.take()
             layout = link.plan(described(tensors))
             link.end.end_round(sending)  # its notes are read
-            sending.begin_chapter(layout.hash)
+            sending.begin_chapter(layout.to_json())
             reader = TensorReader(layout, WeightSource(lambda: iter(()), functools.partial(iter, tensors)))
             link.end.send(sending, reader, self._clock)
             del tensors, reader  # before the next ones are made
@@ -397,7 +397,8 @@ class Transaction:
         if not committed:
             self._last_failure = f"the sender's side: {failure}; the receivers' side: {torn}"
             _log.warning("version %s was not committed; %s", self._offer.version, self._last_failure)
-        link.membership.served |= dict.fromkeys(whole if committed else [], self._offer.content)
+        if committed:
+            link.membership.note_committed(whole, self._offer.content)
         link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
         sending.votes_counted = True
         return committed

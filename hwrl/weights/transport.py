@@ -173,7 +173,7 @@ class SenderRound:
         return silent
 
     def begin_chapter(self, layout: str) -> None:
-        """Tell the receivers that tensors of another layout follow, by its hash; NO_CHAPTER: none do."""
+        """Tell the receivers that tensors of another layout follow; NO_CHAPTER: none do."""
         self._chapter += 1
         self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), layout)
 
@@ -357,8 +357,7 @@ class ReceiverRound(MemberRound):
                 return
             if layout == BROKEN_OFF:
                 raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
-            found = self.channel.layout(replace(self.proposal, layout=layout))
-            yield replace(self, layout=found, chapter=number)
+            yield replace(self, layout=WeightLayout.from_json(layout.encode()), chapter=number)
 
     def tell(self, key: str) -> None:
         """Write this receiver's transport note ``key``."""

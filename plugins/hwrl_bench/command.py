@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weight transfer, loads, offload, checkpoints, async runs, LoRA, calls, plans"
+HELP = "measure training, generation, weights, loads, offload, checkpoints, async runs, the ledger, LoRA, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
     "offload": "hwrl_bench.offload",
     "checkpoint": "hwrl_bench.checkpoint",
     "async": "hwrl_bench.async_training",
+    "ledger": "hwrl_bench.ledger",
     "path": "hwrl_bench.whole_path",
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",

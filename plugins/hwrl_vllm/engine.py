@@ -66,8 +66,8 @@ class VllmEngine(RolloutEngine):
     weights, and generates nothing until an update succeeds. A failed step drops the pending requests, and ends vLLM's
     process if it has one.
 
-    With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises ConfigError if vLLM has no sleep mode on this
-    device, no place for a part of the adapter, or no such ``settings.sampling``.
+    With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises UnsupportedError if vLLM has none on this device,
+    and ConfigError if it has no place for a part of the adapter, or no such ``settings.sampling``.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:

@@ -103,8 +103,11 @@ def engine_arguments(
     }
 
 
-def check_options(options: Mapping[str, Any], *, known: Collection[str]) -> None:
-    """Raise ConfigError for an option outside ``known``, vLLM's arguments, and for one that hwrl sets or refuses."""
+def check_options(options: Mapping[str, Any], *, known: Collection[str] | None) -> None:
+    """Raise ConfigError for an option outside ``known``, vLLM's arguments, and for one that hwrl sets or refuses.
+
+    Where vLLM is not installed, ``known`` is None: the names of its arguments are not checked.
+    """
     for name in options:
         if name != "engine_core":
             _check(name, known)
@@ -142,14 +145,14 @@ def keys_in(message: str, options: Iterable[str]) -> str:
     return " or ".join([*keys, *own]) or "rollout.engine_options"
 
 
-def _check(name: str, known: Collection[str]) -> None:
+def _check(name: str, known: Collection[str] | None) -> None:
     if name in _HAVE_KEYS:
         why, fix = "hwrl has a key for it", f"set {_HAVE_KEYS[name]}"
     elif name in _REFUSED:
         why, fix = _REFUSED[name], "remove it"
     elif name in _FIXED:
         why, fix = f"updates and log-probabilities are right only with {_FIXED[name]!r}", "remove it"
-    elif name not in known:
+    elif known is not None and name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         why = "this version of vLLM has no such engine argument"
         fix = f"did you mean {close[0]!r}?" if close else "remove it"

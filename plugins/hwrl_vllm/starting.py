@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hwrl.discovery import engine_args
-from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
 from hwrl.interfaces import RolloutSettings, Sampling
 from hwrl_vllm.causes import Causes
 from hwrl_vllm.lora import require_dtype
@@ -53,6 +53,7 @@ def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
 def start_vllm(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool, causes: Causes) -> Any:
     """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise.
 
+    Raises UnsupportedError for ``settings.may_sleep`` where vLLM has no sleep mode.
     ``causes`` has the errors of its processes. Memory of a device that is too small raises torch.OutOfMemoryError.
     """
     # vLLM for CPUs would start a worker process, too; the argument of _make decides.
@@ -82,9 +83,21 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
 
     require_dtype(settings)
     _require_sampling(settings)
+    _require_sleep_mode(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
+
+
+def _require_sleep_mode(settings: RolloutSettings) -> None:
+    from vllm.platforms import current_platform
+
+    if settings.may_sleep and not current_platform.is_sleep_mode_available():
+        raise UnsupportedError(
+            "vLLM cannot sleep on this device",
+            why=f"its platform {current_platform.device_name!r} has no sleep mode",
+            fix="make the engine without settings.may_sleep; in a run, rollout.free_cache_engine=false",
+        )
 
 
 def _require_sampling(settings: RolloutSettings) -> None:

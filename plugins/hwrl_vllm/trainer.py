@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from hwrl.interfaces import WeightOffer
 from hwrl.rollout import EngineModels
 from hwrl.weights import POLICY, NamedTensor, Taken, WeightSender, WeightSource
 
+_log = logging.getLogger("vllm.hwrl")
 WORKERS = "vllm/workers"
 """The store's key of the number of workers that have joined."""
 
@@ -87,6 +89,8 @@ class TransferTrainer:
         address = store_address(self._store)
         self._workers = _Workers(client, self._beside, address=address, keeps_old=init_info.keep_old_version)
         self._link = self._join()
+        self._is_unsure = False
+        """Whether it is not known if the workers are in an update."""
         self._sender = WeightSender(self._store, transport=init_info.transport, timeout_s=init_info.timeout_s)
 
     @classmethod
@@ -98,7 +102,8 @@ class TransferTrainer:
         """Send the source's weights, and return when every worker has loaded them. Called on every rank; blocks.
 
         Raises TransferFailedError or EngineError if a worker did not get them. The old version then serves, and the
-        next call sends again.
+        next call sends again. If the answer to the call that begins or ends the update is lost, the workers join again,
+        and say what they have done.
         """
         self.version += 1
         source = _OnePass(self._source)
@@ -115,7 +120,7 @@ class TransferTrainer:
             self._sender.close()
 
     def _update(self, source: _OnePass) -> None:
-        self._client.start_weight_update()
+        self._start()
         try:
             if not self._transfer(WeightSource(source.metadata, source.read, once=True)):
                 raise TransferFailedError(
@@ -129,7 +134,32 @@ class TransferTrainer:
             self._link = self._join()  # also the workers that were excluded
             raise
         finally:
+            self._finish()
+
+    def _start(self) -> None:
+        if self._is_unsure:
+            self._join_again()
+        try:
+            self._client.start_weight_update()
+        except Exception as exc:  # noqa: BLE001 - of any client
+            _log.warning("the workers may have begun an update; they join again: %s", exc)
+            self._join_again()
+            self._client.start_weight_update()
+
+    def _finish(self) -> None:
+        try:
             self._client.finish_weight_update()
+        except Exception as exc:  # noqa: BLE001 - of any client
+            _log.warning("the workers may not have ended the update; they join again: %s", exc)
+            self._join_again()
+
+    def _join_again(self) -> None:
+        """Let the workers say whether an update is under way, and end it. They may not be told twice to begin one."""
+        self._is_unsure = True
+        self._link.close()
+        self._workers.join()
+        self._link = self._join()
+        self._is_unsure = False
 
     def _join(self) -> EngineModels:
         engine: Any = self._workers  # the part of an engine that takes offers
@@ -168,16 +198,23 @@ class _Workers:
     """Why the workers have not received the newest version."""
 
     def __init__(self, client: TransferClient, store: Store, *, address: str, keeps_old: bool) -> None:
-        self._client, self._store, self._keeps_old = client, store, keeps_old
+        self._client, self._store, self._address, self._keeps_old = client, store, address, keeps_old
         self._calls = self._proposal = 0
         self.consequence = "the old version serves" if keeps_old else "its weights are of two versions"
-        client.init_weight_transfer_engine({"store": address, "keep_old_version": keeps_old})
-        self.receivers = int(store.add(WORKERS, 0))
-        joined = self._answers()
+        self.join()
+
+    def join(self) -> None:
+        """Let all workers join, perhaps again, and end the update that they are in, if they are."""
+        for number in range(int(self._store.add(WORKERS, 0))):
+            self._store.delete_key(answer_key(0, number))
+        self._store.delete_key(WORKERS)
+        self._client.init_weight_transfer_engine({"store": self._address, "keep_old_version": self._keeps_old})
+        self.receivers = int(self._store.add(WORKERS, 0))
+        joined = self._answers(0)
         self._ranks = [one["rank"] for one in joined]
         _require_all(self._ranks, of=max((one["of"] for one in joined), default=1))
-        if any(one["updating"] for one in joined):  # the trainer before has died in an update
-            client.finish_weight_update()
+        if any(one["updating"] for one in joined):  # of a trainer that died in it, or its end was not heard
+            self._client.finish_weight_update()
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise EngineError if the weights belong to another model; nothing is overwritten."""
@@ -200,7 +237,7 @@ class _Workers:
     def _call(self, consequence: str, **what: Any) -> list[Taken]:
         self._calls += 1
         self._client.update_weights({"call": self._calls, **what})
-        taken = [Taken(**answer) for answer in self._answers()]
+        taken = [Taken(**answer) for answer in self._answers(self._calls)]
         why = self._told(one.fault and one.why for one in taken)
         if why:
             raise EngineError(f"vLLM failed in an update; {consequence}", why=why, fix="see vLLM's log")
@@ -210,8 +247,8 @@ class _Workers:
         """Return the workers' reasons; False is none."""
         return "; ".join(f"rank {rank}: {why}" for rank, why in zip(self._ranks, reasons, strict=True) if why)
 
-    def _answers(self) -> list[dict[str, Any]]:
-        keys = [answer_key(self._calls, number) for number in range(self.receivers)]
+    def _answers(self, call: int) -> list[dict[str, Any]]:
+        keys = [answer_key(call, number) for number in range(self.receivers)]
         missing = await_keys(self._store, keys, timeout_s=_ANSWER_S)
         if missing:
             raise EngineError("workers of vLLM did not answer", why=f"no {', '.join(missing)}", fix="see vLLM's log")

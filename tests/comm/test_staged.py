@@ -28,6 +28,21 @@ def test_parameters_and_inference_tensors_are_written_past_autograd() -> None:
         assert version is None or tensor._version > version, "autograd learns of the write"
 
 
+def test_a_future_that_is_asked_for_late_has_the_results() -> None:
+    tensor = torch.ones(3)
+    work = _group().broadcast([tensor], dist.BroadcastOptions())
+    work.wait()
+    assert [found is tensor for found in work.get_future().value()] == [True]
+
+
+def test_a_barrier_reads_from_the_device_so_that_it_waits_for_the_work_there() -> None:
+    group = _group()
+    group.barrier(dist.BarrierOptions()).wait()
+    group._device_type = "meta"  # it has nothing that can be read
+    with pytest.raises(NotImplementedError, match="meta"):
+        group.barrier(dist.BarrierOptions())
+
+
 def test_any_error_of_a_send_reaches_its_waiter() -> None:
     class Work:
         def wait(self) -> bool:

@@ -19,7 +19,7 @@ def _listening() -> set[tuple[str, int]]:
     return {(address, int(port, 16)) for address, _, port in ends}
 
 
-def _gate_of(store: Store) -> tuple[str, int]:
+def _place_of(store: Store) -> tuple[str, int]:
     """Return the host and the port where processes join ``store``."""
     host, _, port = store_address(store).partition("#")[0].rpartition(":")  # type: ignore[arg-type]  # served here
     return host, int(port)
@@ -28,13 +28,13 @@ def _gate_of(store: Store) -> tuple[str, int]:
 def test_a_store_listens_on_its_host_only() -> None:
     before = _listening()
     store = serve_store()
-    host, port = _gate_of(store)
+    host, port = _place_of(store)
     assert host == "127.0.0.1"
     new = {address for address, _ in _listening() - before}
-    assert new <= {"0100007F", "0200007F"}, "the gate, the store, and the place inside this process: all on loopback"
+    assert new <= {"0100007F", "0200007F"}, "the store, and the place inside this process: both on loopback"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), 1.0)
-    other = serve_store("127.0.0.2", port)  # the port is free on every other address
+        socket.create_connection(("127.0.0.3", port), 1.0)
+    other = serve_store("127.0.0.3", port)  # the port is free on every other address
     connect_store(store_address(store)).set("key", "mine")
     connect_store(store_address(other)).set("key", "its")
     assert (store.get("key"), other.get("key")) == (b"mine", b"its")
@@ -51,10 +51,10 @@ def test_other_kinds_of_hosts_serve(host: str) -> None:
 
 def test_a_served_store_frees_its_ports() -> None:
     store = serve_store()
-    port = _gate_of(store)[1]
+    port = _place_of(store)[1]
     del store
     again = serve_store(port=port)
-    assert _gate_of(again)[1] == port
+    assert _place_of(again)[1] == port
 
 
 def test_a_fork_of_the_server_can_join() -> None:
@@ -97,4 +97,4 @@ def test_an_impossible_port_is_refused(port: int) -> None:
 def test_a_taken_port_is_named() -> None:
     taken = serve_store()
     with pytest.raises(CommError, match=r"cannot serve a store[\s\S]*in use"):
-        serve_store("127.0.0.1", _gate_of(taken)[1])
+        serve_store("127.0.0.1", _place_of(taken)[1])

@@ -88,6 +88,6 @@ def test_a_block_that_raises_is_a_span_and_one_outside_of_a_workflow_is_none() -
     with pytest.raises(ZeroDivisionError), traced("tool"):
         _ = 1 / 0
     log = SpanLog(replica="a")
-    log.of_sample(3).add("tool", log.began_unix_s, tool="x")
+    log.of_sample(3).add("tool", {"tool": "x"}, begin_unix_s=log.began_unix_s)
     (span,) = log.spans()
     assert span.attributes == {"replica": "a", "sample": 3, "tool": "x"}

@@ -18,7 +18,7 @@ import ray
 
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
-from hwrl.run.cluster.ray_security import private_ray
+from hwrl.run.cluster.ray_security import check_security, private_ray
 from hwrl.run.cluster.ray_session import children_of_ray, few_processes, not_started, ray_cluster
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
@@ -83,7 +83,9 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("RAY_TMPDIR", str(base))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
-    enter = "from hwrl.run.cluster.ray_security import private_ray; held = private_ray(); held.__enter__()"
+    enter = (
+        "from hwrl.run.cluster.ray_security import check_security, private_ray; held = private_ray(); held.__enter__()"
+    )
     subprocess.run([sys.executable, "-c", f"{enter}; import os; os.kill(os.getpid(), 9)"], check=False, timeout=60)
     (left,) = base.iterdir()
     with private_ray() as directory:
@@ -139,6 +141,25 @@ def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: 
     assert not home.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
 
 
+def test_tls_without_its_files_is_an_error_before_a_cluster_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", __file__)
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), ["cluster_security=tls"])
+    says = r"no readable file is named by RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT"
+    with pytest.raises(ConfigError, match=says), ray_cluster(config, log=print):
+        pass
+    assert "RAY_USE_TLS" not in os.environ
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1", "auto"])
+def test_a_cluster_that_cannot_be_checked_is_refused_if_security_is_wanted(address: str) -> None:
+    with pytest.raises(ConfigError, match="only a host:port of its head can be checked"):
+        check_security("token", address, is_open=None)
+    check_security(None, address, is_open=None)
+
+
 def test_a_ray_without_its_private_class_of_nodes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray._private.node", None)
     with few_processes():
@@ -157,7 +178,11 @@ def test_joining_a_cluster_that_lets_anyone_in_is_told(tmp_path: Path, monkeypat
     assert other.stdout is not None
     monkeypatch.setenv("RAY_ADDRESS", other.stdout.readline().strip())
     logged: list[str] = []
-    with ray_cluster(load_config(write_demo(tmp_path, seed=1, prompts=16), []), log=logged.append):
+    path = write_demo(tmp_path, seed=1, prompts=16)
+    says = r"(?s)does not fulfil cluster_security=token.*admits clients without a token"
+    with pytest.raises(ConfigError, match=says), ray_cluster(load_config(path, ["cluster_security=token"]), log=print):
+        pass
+    with ray_cluster(load_config(path, []), log=logged.append):
         pass
     assert "has no authentication" in logged[-1] and "RAY_AUTH_MODE=token" in logged[-1]
     other.communicate("", timeout=60)

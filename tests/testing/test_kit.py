@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Backend
 from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject
 from hwrl.testing.conformance import run_kit
+from hwrl.testing.contracts.transfers import _in_thread
 from tests.support.faulty_packages import installed
 
 FAULTS = {
@@ -153,7 +155,7 @@ def test_the_command_checks_the_reference_backend_and_writes_its_report_and_badg
     assert report["ok"] and all(counts["passed"] for counts in report["levels"].values())
     assert list(report["levels"]) == [level.value for level in Level]
     badge = ElementTree.fromstring((tmp_path / "badge.svg").read_text())
-    assert "".join(badge.itertext()) == f"hwrl {report['hwrl']} backendfull"
+    assert "".join(badge.itertext()) == f"hwrl {report['hwrl']} backendfull on cpu"
 
 
 def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) -> None:
@@ -205,4 +207,13 @@ def test_a_level_is_reached_if_something_passed_there_and_nothing_failed_up_to_i
 def test_the_badge_of_a_failure_says_so(tmp_path: Path) -> None:
     report_of((Level.COMPUTE, "passed"), (Level.DEVICE, "failed")).write_badge(tmp_path / "badge.json")
     badge = json.loads((tmp_path / "badge.json").read_text())
-    assert (badge["schemaVersion"], badge["message"], badge["color"]) == (1, "failing", "red")
+    assert (badge["schemaVersion"], badge["message"], badge["color"]) == (1, "failing on cpu", "red")
+
+
+def test_a_receive_without_an_end_does_not_keep_the_kit_alive() -> None:
+    ended = threading.Event()
+    waiting = _in_thread(ended.wait)
+    (thread,) = (one for one in threading.enumerate() if one.name == "hwrl-kit-receive")
+    assert thread.daemon, "the interpreter would wait for it"
+    ended.set()
+    assert waiting.result(20.0)

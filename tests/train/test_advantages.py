@@ -18,8 +18,7 @@ from tests.support.rewarded_groups import group_of, ints, response
 
 
 def of_samples(samples: list[list[Trajectory]], rewards: Sequence[float]) -> PromptGroup:
-    ids = {"sequence_number": 0, "lease_id": 0, "incarnation": 0}
-    return PromptGroup.of_samples(samples, **ids, rewards=rewards, metrics={})
+    return PromptGroup.of_samples(samples, sequence_number=0, lease_id=0, incarnation=0, rewards=rewards, metrics={})
 
 
 def turns(*rewards: float) -> Trajectory:

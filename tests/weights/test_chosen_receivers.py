@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import (
     CommAbortedError,
+    CommError,
     CommTimeoutError,
     ConfigError,
     ReceiverExcludedError,
@@ -117,6 +119,97 @@ def test_a_receiver_removed_in_mid_transfer_costs_no_timeout() -> None:
         assert time.monotonic() - begin < SOON_S
 
 
+def test_a_receiver_that_hangs_before_it_connects_is_removed_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, ended = threading.Event(), threading.Event()
+
+    class Hanging(Lanes):
+        def __init__(self, *args: Any, rank: int, **options: Any) -> None:
+            if rank == 2:
+                connecting.set()
+                assert ended.wait(60.0)
+                raise CommError("it went on", why="a test", fix="none")
+            super().__init__(*args, rank=rank, **options)
+
+    monkeypatch.setattr(device, "Lanes", Hanging)
+    with (
+        sender_of(store, timeout_s=60.0) as sender,
+        receiver_of(store, "stays") as stays,
+        receiver_of(store, "hangs") as hangs,
+    ):
+        waiting, hanging = beside(stays.receive), beside(hangs.receive)
+        publishing = beside(lambda: sender.publish(1, model_of(1)))
+        assert connecting.wait(20.0)
+        begin = time.monotonic()
+        sender.remove("hangs")
+        assert publishing().receivers == 1 and waiting().version == 1
+        assert time.monotonic() - begin < SOON_S
+        ended.set()
+        with pytest.raises(ReceiverExcludedError, match="the sender's owner removed it"):
+            hanging()
+
+
+def test_a_receiver_that_is_removed_while_votes_are_counted_has_no_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sender_of(store) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
+        original = ControlChannel.vote
+
+        def vote(channel: ControlChannel, proposal: Proposal, member: int) -> Any:
+            found = original(channel, proposal, member)
+            sender._membership.remove({"b"}, "a test")
+            return found
+
+        monkeypatch.setattr(ControlChannel, "vote", vote)
+        waiting = [beside(one.receive) for one in (a, b)]
+        assert sender.publish(1, model_of(1)).receivers == 1 and waiting[0]().version == 1
+        assert sender._membership.served.keys() == sender._membership.members.keys()
+        with pytest.raises(ReceiverExcludedError, match="a test"):
+            waiting[1]()
+
+
+def test_members_are_read_under_their_lock_only(store: Store) -> None:
+    class Guarded(dict[int, str]):
+        def items(self) -> Any:
+            assert lock._is_owned(), "another thread may change them meanwhile"  # type: ignore[attr-defined]  # the stubs lack it
+            return super().items()
+
+        values = items
+
+    with sender_of(store) as sender, receiver_of(store, "a"):
+        lock = sender._membership._lock
+        sender._membership.members = Guarded()
+        sender.wait_for_receivers(["a"])
+        assert sender.joiners() == sender.receivers() == ("a",)
+        with pytest.raises(CommTimeoutError):
+            sender.wait_for_receivers(2, timeout_s=0.0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_version_before_a_failed_one_is_sent_again_where_it_may_be_lost(
+    store: Store, in_place: bool, begun: bool
+) -> None:
+    def broken() -> Any:
+        yield from model_of(2)[:1]
+        raise KeyError("no such layer")
+
+    into = dict(model_of(0)) if in_place else None
+    with sender_of(store, slab_nbytes=512, slabs=1) as sender, receiver_of(store, into=into) as receiver:
+        exchange(sender, [receiver], 1)
+        waiting = beside(receiver.receive)
+        with pytest.raises(KeyError if begun else TransferFailedError):
+            sender.publish(2, broken() if begun else model_of(2), None if begun else {"cannot be sent": []})  # type: ignore[dict-item]  # refused
+        with pytest.raises(TransferFailedError, match="gave version 2 up"):
+            waiting()
+        if begun:
+            exchange(sender, [receiver], 1)
+        assert sender.publish(1, model_of(1)).receivers == 1, "it is not waited for"
+        assert receiver.version == 1
+        exchange(sender, [receiver], 2)
+
+
 def test_a_number_can_be_the_callers(store: Store) -> None:
     with sender_of(store) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
         exchange(sender, [a, b], 5)
@@ -167,6 +260,33 @@ def test_a_publish_that_fails_before_it_proposes_is_given_up_at_once(store: Stor
                 receiver.receive(timeout_s=0.05)  # of a sender that is gone
             exchange(other, [receiver], 1)
         assert time.monotonic() - begin < SOON_S
+
+
+def test_receivers_that_were_proposed_nothing_learn_that_a_version_is_given_up(store: Store) -> None:
+    def broken() -> Any:
+        assert joined.wait(20.0)
+        raise KeyError("no such layer")
+        yield
+
+    with sender_of(store, timeout_s=60.0) as sender, receiver_of(store, "a") as a:
+        for version, to in ((2, None), (3, ["a"])):
+            exchange(sender, [a], version - 1)
+            joined = threading.Event()
+            publishing = beside(functools.partial(sender.publish, version, broken(), to=to))
+            waiting = beside(a.receive)
+            while newest_proposal(store).version != version:
+                time.sleep(0.001)
+            with receiver_of(store, "late", newest=False) as late:
+                late_waiting = beside(functools.partial(late.receive, timeout_s=20.0 if to is None else 0.5))
+                joined.set()
+                with pytest.raises(KeyError):
+                    publishing()
+                with pytest.raises(TransferFailedError, match=f"gave version {version} up"):
+                    waiting()
+                with pytest.raises(CommTimeoutError):
+                    a.receive(timeout_s=0.05)  # it was told once
+                with pytest.raises(CommTimeoutError if to else TransferFailedError):
+                    late_waiting()
 
 
 def test_one_hung_receiver_makes_no_healthy_one_raise_with_equal_timeouts(store: Store) -> None:

@@ -214,6 +214,16 @@ def test_a_receiver_of_a_generator_holds_one_ring(store: Store, in_place: bool) 
         assert _rings_held() - before <= 2, "the sender and the receiver have one each"
 
 
+def test_a_store_keeps_no_layouts_of_chapters(store: Store) -> None:
+    weights = [(f"t{number}", torch.full((2000,), float(number))) for number in range(9)]
+    with sender_of(store, slab_nbytes=4096, slabs=1) as sender, receiver_of(store, slabs=1) as receiver:
+        waiting = beside(receiver.receive)
+        sender.publish(1, iter(weights))
+        assert torch.equal(waiting()["t8"], weights[8][1])
+        layouts = [key for key in store.list_keys() if "/layout/" in key]
+        assert len(layouts) == 2, "that of the first chapter, and that of all tensors"
+
+
 def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 

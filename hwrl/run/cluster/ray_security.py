@@ -21,6 +21,7 @@ from hwrl.errors import ConfigError
 _raylet: Any = importlib.import_module("ray._raylet")  # Ray's C++ part holds the settings of authentication
 _PREFIX = "hwrl-"
 _TOKEN = "token"
+_TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _SOCKET_PATH_NBYTES = 107
 _LONGEST_SOCKET = "/hwrl-0000/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -41,6 +42,44 @@ def private_ray() -> Iterator[Path]:
             _loopback(),
         ):
             yield own / "r"
+
+
+@contextlib.contextmanager
+def secured(security: str | None) -> Iterator[None]:
+    """Within this block Ray uses a token, and with ``security="tls"`` TLS as well; None leaves the environment alone.
+
+    Raises ConfigError if TLS lacks one of its files.
+    """
+    if security is None:
+        yield
+        return
+    changes: dict[str, str | None] = {"RAY_AUTH_MODE": "token"}
+    if security == "tls":
+        _check_tls_files()
+        changes["RAY_USE_TLS"] = "1"
+    with _environment(changes):
+        yield
+
+
+def _check_tls_files() -> None:
+    missing = [name for name in _TLS_FILES if not os.access(os.environ.get(name, ""), os.R_OK)]
+    if missing:
+        raise ConfigError(
+            "cluster_security=tls lacks a file",
+            why=f"no readable file is named by {', '.join(missing)}",
+            fix="set them to this machine's certificate, its key, and the certificate of the cluster's authority",
+        )
+
+
+def check_security(security: str | None, address: str, *, is_open: bool | None) -> None:
+    """Raise ConfigError if the cluster at ``address`` lacks ``security``. ``is_open`` is None if that is unknown."""
+    if security is None or is_open is False:
+        return
+    raise ConfigError(
+        f"the Ray cluster {address} does not fulfil cluster_security={security}",
+        why="it admits clients without a token" if is_open else "only a host:port of its head can be checked",
+        fix="start its nodes with RAY_AUTH_MODE=token (docs/cluster.md)" if is_open else "set RAY_ADDRESS to host:port",
+    )
 
 
 def admits_without_token(address: str) -> bool:

@@ -21,7 +21,7 @@ import ray
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
 from hwrl.run.cluster.placement import has_devices, plan_placement
-from hwrl.run.cluster.ray_security import admits_without_token, has_token, private_ray
+from hwrl.run.cluster.ray_security import admits_without_token, check_security, has_token, private_ray, secured
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 
@@ -216,19 +216,30 @@ def _start_nothing(node: object, **options: Any) -> None:
 def _join(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
     address = os.environ["RAY_ADDRESS"]
     log(f"joining the Ray cluster {address}")
-    reachable = _check_port(address)
+    with secured(config.cluster_security):
+        is_open = _is_open(address)
+        check_security(config.cluster_security, address, is_open=is_open)
+        try:
+            with _without_token_advice():
+                _connect(config)
+        except Exception as exc:
+            raise _no_cluster(address, exc) from exc
+        if is_open or not has_token():
+            log(
+                f"warning: the Ray cluster {address} has no authentication: anyone with access to its ports can run "
+                "code as its user, read this run's data and end it; start its nodes with RAY_AUTH_MODE=token"
+            )
+        yield
+
+
+def _is_open(address: str) -> bool | None:
+    """Return whether the cluster admits clients without a token, None if ``address`` does not tell its head."""
+    if not _check_port(address) or _CLIENT_SCHEME in address:
+        return None
     try:
-        is_open = reachable and _CLIENT_SCHEME not in address and admits_without_token(address)
-        with _without_token_advice():
-            _connect(config)
+        return admits_without_token(address)
     except Exception as exc:
         raise _no_cluster(address, exc) from exc
-    if is_open or not has_token():
-        log(
-            f"warning: the Ray cluster {address} has no authentication: anyone with access to its ports can run code "
-            "as its user, read this run's data and end it; start its nodes with RAY_AUTH_MODE=token"
-        )
-    yield
 
 
 def _check_port(address: str) -> bool:

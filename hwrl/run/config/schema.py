@@ -121,6 +121,8 @@ class Config(Section):
     """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
+    cluster_security: Literal["token", "tls"] | None = None
+    """What a joined Ray cluster must have: a token, or also TLS; null: it may be open, with a warning."""
     goals: dict[Name, Finite] = Field(default_factory=dict)
     """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig

@@ -6,6 +6,7 @@ argument of another call: Ray then moves the value between the processes without
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,10 @@ class ActorHandle:
     def alive(self) -> Answer[Pulse]:
         """Send a heartbeat."""
         return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
+
+    def pid(self) -> Answer[int]:
+        """Return the number of the actor's process on its machine."""
+        return _send(self._actor.__ray_call__, _pid)
 
     def kill(self) -> None:
         """End the process. Ray needs some seconds for a frozen one."""
@@ -177,6 +182,10 @@ class LedgerHandle(ActorHandle):
     def load_state_dict(self, state: dict[str, Any], incarnation: int) -> Answer[None]:
         """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
         return _send(self._actor.load_state_dict, state, incarnation)
+
+
+def _pid(actor: object) -> int:
+    return os.getpid()
 
 
 def _send(method: Any, *arguments: Any, **keywords: Any) -> Answer[Any]:

@@ -20,7 +20,7 @@ from hwrl.run.simulate.workload import Lengths, Workload, longest_response
 _NEEDED = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train", "rollout/generate_s")
 _LEAST_LINES = 8
 _ROUNDS = 4
-"""Simulations of the measured run, each with a better time of a decoding step."""
+"""Simulations of the measured run, each with better costs."""
 _STEPS = 30
 
 
@@ -39,19 +39,24 @@ def read_run(path: Path) -> list[Metrics]:
 def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workload:
     """Return ``base`` with the costs measured in ``lines``, a run of ``config``.
 
-    Means of one activity are sums of seconds over sums of work. The shortest tenth of the waits counts as calls alone.
-    The time of a decoding step depends on how full the replicas were: the run itself is simulated, until its tokens
-    per busy second are the measured ones.
+    Means of one activity are sums of seconds over sums of work. Two costs depend on the others, so the run itself is
+    simulated until it agrees with the measured one: in the tokens per busy second (a decoding step takes longer in
+    fuller replicas), and in the trainer's waits (what generation does not explain are calls, and processes that share
+    a processor).
     """
     size = as_measured(config, _STEPS)
     measured = _trainer_costs(config, lines, base) | _rollout_costs(config, lines) | _lengths(config, lines, base)
     workload = dataclasses.replace(base, **measured)
-    speed = generated_per_busy_s(lines)
+    speed, wait_s = generated_per_busy_s(lines), _mean_of(lines, "timing_s/wait")
     full = dataclasses.replace(workload, full_step_s=config.rollout.max_running / speed, mtbf_h=1e9)
     for _ in range(_ROUNDS):
-        simulated = generated_per_busy_s(settled(simulate(size, full).lines))
-        full = dataclasses.replace(full, full_step_s=full.full_step_s * simulated / speed)
-    return dataclasses.replace(workload, full_step_s=full.full_step_s)
+        simulated = settled(simulate(size, full).lines)
+        full = dataclasses.replace(
+            full,
+            full_step_s=full.full_step_s * generated_per_busy_s(simulated) / speed,
+            batch_s=max(0.0, full.batch_s + wait_s - _mean_of(simulated, "timing_s/wait")),
+        )
+    return dataclasses.replace(workload, full_step_s=full.full_step_s, batch_s=full.batch_s)
 
 
 def settled(lines: Sequence[Metrics]) -> list[Metrics]:
@@ -78,7 +83,7 @@ def _trainer_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> 
     return {
         "train_token_s": token_s * config.train.ranks,
         "train_sigma": stdev(logarithms),
-        "batch_s": waits[len(waits) // 10],  # a wait for nothing but the calls
+        "batch_s": waits[len(waits) // 10],  # the first guess: a wait for nothing but the calls
         "sync_nbytes": nbytes,
         "sync_fixed_s": max(0.0, _mean_of(synced, "timing_s/sync") - explained_s),
         "overhead_s": max(0.0, sum(others) / len(others)),

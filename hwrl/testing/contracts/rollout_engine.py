@@ -32,6 +32,8 @@ _RUNNING = 4
 _LOGPROB_OFF = 2e-2
 _ALMOST = 1e-2
 """Two tokens with log-probabilities as close as this may change places by rounding."""
+_HOT = 2.0
+"""A high temperature; some engines refuse higher ones."""
 _MANY = 600
 _WAIT_S = 60.0
 
@@ -107,10 +109,10 @@ class RolloutNumbersContract(_OfRolloutEngine):
 
     def test_sampling_follows_the_distribution(self, engine: RolloutEngine) -> None:
         """The share of each token, in many responses of one token to the same prompt."""
-        requests = [request_of(number, 6, Sampling(1, 5.0), seed=0) for number in range(_MANY)]
+        requests = [request_of(number, 6, Sampling(1, _HOT), seed=0) for number in range(_MANY)]
         tokens = [int(response.token_ids[0]) for response in generate(engine, requests)]
         prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
-        wanted = (reference_model()(prompt).logits[0, -1] / 5.0).softmax(-1).detach().numpy()
+        wanted = (reference_model()(prompt).logits[0, -1] / _HOT).softmax(-1).detach().numpy()
         seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
         assert np.abs(seen - wanted).sum() < 0.25  # the expected total deviation is about 0.12
 
@@ -199,7 +201,7 @@ class RolloutContract(_OfRolloutEngine):
         """At the limit (truncated), at an end token, at a stop token (with its number); the last token stays."""
         (limited,) = generate(engine, [request_of(0, 5, Sampling(7, 0.0))])
         assert (len(limited.token_ids), limited.truncated) == (7, END not in limited.token_ids)
-        many = generate(engine, [request_of(number, 5, Sampling(40, 5.0)) for number in range(8)])
+        many = generate(engine, [request_of(number, 5, Sampling(40, _HOT)) for number in range(8)])
         ended = [one for one in many if not one.truncated]
         assert ended, "of 8 long responses at a high temperature none met the end token"
         assert all(one.token_ids[-1] == END and END not in one.token_ids[:-1] for one in ended)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ _HELD = 16
 """Tensors of a version that a sender may hold at once: those of its slabs under way, twice over."""
 _TIMEOUT_S = 10.0
 _WAIT_S = 60.0
+_Result = TypeVar("_Result")
 
 
 class TransferContract:
@@ -118,7 +120,6 @@ class TransferLink:
         self.backend, self.transport, self.store = backend, transport, serve_store()
         self._transports = with_transport(transport)
         self._receivers: list[WeightReceiver] = []
-        self._threads = ThreadPoolExecutor(8)
         self._sent: list[weakref.ref[torch.Tensor]] = []
         self.most_living = 0
         self.sender = WeightSender(
@@ -138,7 +139,6 @@ class TransferLink:
         self.sender.close()
         for receiver in self._receivers:
             receiver.close()
-        self._threads.shutdown(wait=False)
 
     def join(self, replica: str, *, damaged: bool = False) -> WeightReceiver:
         """Return a new receiver; the sums of a ``damaged`` one are wrong."""
@@ -151,7 +151,7 @@ class TransferLink:
 
     def exchange(self, version: int, receivers: list[WeightReceiver]) -> dict[str, torch.Tensor]:
         """Publish ``version``; every receiver must commit it. Return the first one's tensors."""
-        waiting = [self._threads.submit(_receive_or_leave, receiver) for receiver in receivers]
+        waiting = [_in_thread(_receive_or_leave, receiver) for receiver in receivers]
         report = self.publish(version)
         try:
             received = [one.result(_WAIT_S) for one in waiting]
@@ -171,7 +171,7 @@ class TransferLink:
             except HwrlError as error:
                 return error
 
-        return self._threads.submit(receive)
+        return _in_thread(receive)
 
     def publish(self, version: int, *, fails_at: int | None = None) -> Any:
         """Publish tensors that are made while they are read; reading raises ZeroDivisionError at one of them."""
@@ -194,6 +194,20 @@ class TransferLink:
             self._sent.append(weakref.ref(tensor))
             self.most_living = max(self.most_living, self.living())
             yield f"tensor.{number}", tensor
+
+
+def _in_thread(call: Callable[..., _Result], *args: Any) -> Future[_Result]:
+    """Run ``call`` in a daemon thread: a receive without an end must not keep the process alive."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call(*args))
+        except BaseException as exc:  # noqa: BLE001 - raised again in the waiting thread
+            result.set_exception(exc)
+
+    threading.Thread(target=run, name="hwrl-kit-receive", daemon=True).start()
+    return result
 
 
 def _receive_or_leave(receiver: WeightReceiver) -> Received:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hwrl.comm import Comm, Group, Pending, Store, forget_group, store_failures
+from hwrl.comm import Comm, Group, Pending, Store, call_off_group, clone_store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import Limits, Proposal, TransportPayload
@@ -95,6 +96,7 @@ class DeviceSender:
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._plan(context.layout)
         self._lanes: Lanes | None = None
+        self._connecting: DevicePayload | None = None
 
     def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
         """Name the groups: those of the last round if the receivers are the same."""
@@ -109,12 +111,18 @@ class DeviceSender:
         context, proposal, lanes = self._context, sending.proposal, self._lanes
         if lanes is None or lanes.name != _payload(proposal).group:
             self.abort()
-            lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
-            self._lanes = lanes  # another thread may abort from now on
+            lanes = self._lanes = self._connect(proposal)  # another thread may abort from now on
         if reader.layout is not self._buffer.layout:
             self._plan(reader.layout)
         with clock.span(context.backend):
             self._send_slabs(lanes, reader, clock)
+
+    def _connect(self, proposal: Proposal) -> Lanes:
+        context, self._connecting = self._context, _payload(proposal)
+        try:
+            return Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+        finally:
+            self._connecting = None
 
     def _plan(self, layout: WeightLayout) -> None:
         shares = divide_slabs(layout, self._context.senders)
@@ -141,7 +149,12 @@ class DeviceSender:
         lanes.broadcast(self._sums.values).wait()
 
     def abort(self) -> None:
-        """Close the groups."""
+        """Close the groups, and end the making of new ones, here and at the peers."""
+        connecting = self._connecting
+        if connecting is not None:
+            store = clone_store(self._context.store)  # the thread that connects may block the other client
+            for share, lane in itertools.product(range(self._context.senders), range(connecting.lanes)):
+                call_off_group(store, name=f"{connecting.group}/{share}/{lane}")
         lanes, self._lanes = self._lanes, None
         self._buffer.forget_pending()
         if lanes is not None:

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from hwrl.cli import main
+from hwrl.errors import ConfigError
+from hwrl.interfaces import Capability, Support
+from hwrl_bench.load import _require_devices
+from hwrl_cpu import INFO, CpuBackend
 
 
 def test_the_benchmark_measures_each_rank_in_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,3 +22,19 @@ def test_the_benchmark_measures_each_rank_in_each_way(tmp_path: Path, capsys: py
     peaks = {way: max(rank["peak_nbytes"] for rank in ranks) for way, ranks in result["ways"].items()}
     assert peaks["by parts"] < peaks["first rank"]
     assert "| by parts | 1 |" in capsys.readouterr().out
+
+
+class OneDevice(CpuBackend):
+    """Its collectives need a device for each rank."""
+
+    def supports(self, capability: Capability) -> Support:
+        if capability is Capability.SHARED_DEVICE_GROUPS:
+            return Support("unsupported", "a rank takes a whole device")
+        return super().supports(capability)
+
+
+def test_more_ranks_than_devices_are_refused_at_once() -> None:
+    _require_devices(OneDevice(INFO), 1)
+    _require_devices(CpuBackend(INFO), 4)
+    with pytest.raises(ConfigError, match=r"--ranks=4 (.|\n)*a rank takes a whole device(.|\n)*--ranks 1 or fewer"):
+        _require_devices(OneDevice(INFO), 4)

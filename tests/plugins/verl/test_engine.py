@@ -38,6 +38,7 @@ def test_an_async_save_resumes_in_new_workers_with_the_same_weights_and_the_same
     for step in (1, 2, 3):
         first.train(step)
         first.save(str(tmp_path / f"global_step_{step}" / "actor"), step, 2)
+        torch.save({}, tmp_path / f"global_step_{step}" / "data.pt")  # as verl's driver does
     next_loss = first.train(4)
     weights = first.whole_weights()[0]
     assert first.look(ON_DEVICE) == [0, 0]

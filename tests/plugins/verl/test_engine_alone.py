@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager
 from hwrl.memory import Offloader
 
 MODULES: dict[str, dict[str, Any]] = {
@@ -34,23 +36,21 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
         module = ModuleType(path)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, path, module)
-    yield importlib.import_module("hwrl_verl.engine")
+    found = importlib.import_module("hwrl_verl.engine")
+    monkeypatch.setattr(found, "Comm", lambda: SimpleNamespace(default_group=lambda: None))
+    yield found
     sys.modules.pop("hwrl_verl.engine", None)
 
 
-def engine_of(engines: ModuleType, *, rank: int) -> Any:
-    class Alone(engines.HwrlEngineWithLMHead):  # type: ignore[misc, name-defined] # it is loaded at run time
-        def _open_manager(self, local_path: str, *, keep: int | None = None) -> CheckpointManager:
-            return CheckpointManager(Path(local_path).parents[1] / "hwrl" / Path(local_path).name)
-
-    engine = Alone()
+def engine_of(engines: ModuleType, *, rank: int = 0, async_save: bool = False, last: int = 1) -> Any:
+    engine = engines.HwrlEngineWithLMHead()
     engine.rank, engine.module = rank, torch.nn.Linear(4, 4)
     engine.optimizer = torch.optim.AdamW(engine.module.parameters())
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
     engine._offloader = Offloader(engine.module, engine.optimizer)
     contents = ["model", "optimizer", "extra"]
-    engine.checkpoint_config = SimpleNamespace(save_contents=contents, load_contents=contents, async_save=False)
-    engine.optimizer_config = SimpleNamespace(total_training_steps=1)
+    engine.checkpoint_config = SimpleNamespace(save_contents=contents, load_contents=contents, async_save=async_save)
+    engine.optimizer_config = SimpleNamespace(total_training_steps=last)
     return engine
 
 
@@ -64,3 +64,81 @@ def test_more_ranks_than_saved_resume(engines: ModuleType, tmp_path: Path) -> No
     resumed.load_checkpoint(path)
     assert torch.equal(resumed.module.weight, saved.module.weight)
     assert torch.equal(torch.rand(3), drawn)
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20.0
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_so()
+
+
+class Run:
+    """The driver of verl with an actor and a critic; both keep one checkpoint."""
+
+    def __init__(self, engines: ModuleType, folder: Path) -> None:
+        self.folder, self._tracker = folder, folder / "latest_checkpointed_iteration.txt"
+        self._parts = {part: engine_of(engines, async_save=True, last=3) for part in ("actor", "critic")}
+
+    def tracked(self) -> str:
+        return self._tracker.read_text() if self._tracker.exists() else ""
+
+    def save(self, part: str, step: int) -> None:
+        """Save, and wait until the part is complete."""
+        self._parts[part].save_checkpoint(self._path(part, step), global_step=step, max_ckpt_to_keep=1)
+        assert until(lambda: step in self.steps(part))
+
+    def load(self, step: int) -> None:
+        for part, engine in self._parts.items():
+            engine.load_checkpoint(self._path(part, step))
+
+    def save_data(self, step: int) -> None:
+        torch.save({"next": step}, self.folder / f"global_step_{step}" / "data.pt")
+
+    def save_all(self, step: int) -> None:
+        self.save("actor", step)
+        self.save("critic", step)
+        self.save_data(step)
+        assert until(lambda: self.tracked() == str(step))
+
+    def steps(self, part: str) -> list[int]:
+        return sorted(int(path.name[12:]) for path in (self.folder / "hwrl" / part).glob("global_step_*"))
+
+    def close(self) -> None:
+        for engine in self._parts.values():
+            engine._manager.close()
+
+    def _path(self, part: str, step: int) -> str:
+        return str(self.folder / f"global_step_{step}" / part)
+
+
+def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(engines: ModuleType, tmp_path: Path) -> None:
+    run = Run(engines, tmp_path / "run")
+    copies: list[Path] = []
+
+    def is_killed_here() -> None:
+        """Keep what a kill would leave now; nothing may be lost of the step before."""
+        assert run.tracked() == "1" and 1 in run.steps("actor") and 1 in run.steps("critic")
+        copies.append(Path(shutil.copytree(run.folder, tmp_path / f"killed_{len(copies)}")))
+
+    run.save_all(1)
+    run.save("actor", 2)
+    is_killed_here()
+    run.save("critic", 2)
+    (run.folder / "global_step_2" / "data.pt").write_bytes(b"PK half of it")
+    time.sleep(0.1)
+    is_killed_here()
+    run.save_data(2)
+    assert until(lambda: run.tracked() == "2" and run.steps("actor") == run.steps("critic") == [2])
+    run.save_all(3)  # the last step of the training: no save waits for the data that is written after it
+    run.close()
+    for copy in copies:
+        again = Run(engines, copy)
+        again.load(1)
+        again.save("actor", 2)
+        assert again.tracked() == "1", "the data of the killed run does not count"
+        again.save("critic", 2)
+        again.save_data(2)
+        assert until(lambda again=again: again.tracked() == "2")  # type: ignore[misc]  # mypy cannot infer it
+        again.close()
+        assert list(copy.glob("hwrl/actor/.unannounced_global_step_2.*")), "nothing is deleted"

@@ -21,6 +21,8 @@ from hwrl_vllm.engine import VllmEngine
 
 END, BLOCK, LONGEST = 1, 32, 128
 ON_HOST = get_backend().info.device_type == "cpu"
+ON_DEVICE_OPTIONS: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.1}
+"""That attention knows float32; and other tests may use the device, too."""
 # On a device attention multiplies float32 with fewer bits, and adapters are bfloat16.
 CLOSE = 1e-4 if ON_HOST else 5e-2
 LORA_DTYPE, LORA_CLOSE = (torch.float32, CLOSE) if ON_HOST else (torch.bfloat16, 0.5)
@@ -117,8 +119,7 @@ def engine_of(
     if ON_HOST:
         _schedule_asynchronously()
     else:
-        # That attention knows float32; and other tests may use the device, too.
-        options |= {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.1}
+        options |= ON_DEVICE_OPTIONS
     return VllmEngine(settings, options=options, backend=get_backend())
 
 

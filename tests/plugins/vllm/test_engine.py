@@ -418,8 +418,8 @@ def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: Vll
 
 
 @pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
-def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
-    with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
+def test_sleep_is_refused_where_vllm_cannot(model_directory: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot sleep(.|\n)*rollout\.free_cache_engine=false"):
         engine_of(model_directory, may_sleep=True)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, MistralConfig, PretrainedConfig, Qwen3Config
 
+import hwrl_vllm
+from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutSettings
 from hwrl_vllm.memory import worker_memory
 
@@ -42,3 +44,12 @@ def test_what_options_or_the_model_may_make_smaller_is_not_certain(
     causes = worker_memory(settings, options, device_nbytes=1 << 30)
     assert [one.cause for one in causes if one.certain] == certain
     assert all(one.nbytes > 0 for one in causes)
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 8}, {"engine_core": "thread"}])
+def test_a_plan_refuses_the_options_that_a_run_refuses(options: dict[str, Any], tmp_path: Path) -> None:
+    Qwen3Config(**SIZES).save_pretrained(tmp_path)
+    settings = RolloutSettings(model_directory=tmp_path, dtype=torch.bfloat16, eos_ids=[], max_running=4, max_length=64)
+    assert hwrl_vllm.hwrl_engine_memory(settings, {"enforce_eager": True}, device_nbytes=1 << 30)
+    with pytest.raises(ConfigError, match=r"rollout\.engine_options\."):
+        hwrl_vllm.hwrl_engine_memory(settings, options, device_nbytes=1 << 30)

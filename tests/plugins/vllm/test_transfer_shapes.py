@@ -150,6 +150,30 @@ def test_a_trainer_whose_predecessor_died_in_an_update_goes_on(workers_of: MakeW
     assert same(workers, model)
 
 
+@pytest.mark.parametrize("call", ["start_weight_update", "finish_weight_update"])
+@pytest.mark.parametrize("is_done", [True, False], ids=["answer lost", "request lost"])
+def test_a_lost_call_that_begins_or_ends_an_update_loses_no_version(
+    workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch, call: str, is_done: bool
+) -> None:
+    workers, model = workers_of(), tiny_model()
+    trainer, original = trainer_for(workers, model), getattr(workers, call)
+
+    def lose() -> None:
+        monkeypatch.setattr(workers, call, original)
+        if is_done:
+            original()
+        raise EngineError("the server did not answer", why="the connection was reset", fix="")
+
+    for _ in range(2):
+        change(model)
+        monkeypatch.setattr(workers, call, lose)
+        trainer.send_weights()
+        assert same(workers, model) and not any(one.is_updating for one in workers.workers)
+    change(model)
+    trainer.send_weights()
+    assert same(workers, model)
+
+
 def test_a_missing_worker_is_noticed_before_anything_is_sent(workers_of: MakeWorkers) -> None:
     with pytest.raises(EngineError, match=r"not all of vLLM's workers have joined(.|\n)*only these have: \[0\]"):
         trainer_for(workers_of(count=1, of=2), tiny_model())
@@ -169,8 +193,14 @@ def test_a_worker_that_cannot_reach_the_trainer_raises_nothing(
     workers.finish_weight_update()
 
 
-def test_each_rank_reads_its_weights_once_whatever_fails(workers_of: MakeWorkers) -> None:
+def test_each_rank_reads_its_weights_once_whatever_fails(
+    workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading is collective: a rank that read more or less often would hang the others."""
+
+    def refuse() -> None:
+        raise EngineError("no more updates", why="a test", fix="none")
+
     model, reads = tiny_model(), [0, 0]
 
     def source_of(rank: int) -> WeightSource:
@@ -186,8 +216,8 @@ def test_each_rank_reads_its_weights_once_whatever_fails(workers_of: MakeWorkers
     )
     for updating in (False, True):  # the second update fails before anything is read
         if updating:
-            workers.workers[0].start_weight_update()
-            with pytest.raises(AssertionError):
+            monkeypatch.setattr(workers, "start_weight_update", refuse)
+            with pytest.raises(EngineError, match="no more updates"):
                 first.send_weights()
         else:
             first.send_weights()

@@ -1,0 +1,49 @@
+"""A set of prompts by number, for runs of millions of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+_CHUNK = 1 << 10
+"""Bytes by which the bits grow at least."""
+
+
+class NumberSet:
+    """A set of numbers from 0 up, with one bit for each number up to the largest: 125 kB for a million.
+
+    >>> numbers = NumberSet([7, 1, 3, 2, 2])
+    >>> len(numbers), 3 in numbers, 4 in numbers, numbers.ranges()
+    (4, True, False, [[1, 3], [7, 7]])
+    """
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self._bits, self._count = bytearray(), 0
+        for number in numbers:
+            self.add(number)
+
+    def add(self, number: int) -> None:
+        """Add ``number``, 0 or more."""
+        if number in self:
+            return
+        missing = (number >> 3) + 1 - len(self._bits)
+        if missing > 0:
+            self._bits.extend(bytes(max(missing, _CHUNK)))
+        self._bits[number >> 3] |= 1 << (number & 7)
+        self._count += 1
+
+    def __contains__(self, number: int) -> bool:
+        index = number >> 3
+        return index < len(self._bits) and bool(self._bits[index] >> (number & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def ranges(self) -> list[list[int]]:
+        """Return the numbers as ascending ranges, each its first and its last number."""
+        bits = np.unpackbits(np.frombuffer(bytes(self._bits), dtype=np.uint8), bitorder="little").astype(np.int8)
+        edges = np.flatnonzero(np.diff(bits, prepend=0, append=0)).reshape(-1, 2)
+        edges[:, 1] -= 1
+        ranges: list[list[int]] = edges.tolist()
+        return ranges

@@ -1,0 +1,225 @@
+"""What a stranger can do to a weight link, and what a member's junk can: nothing, and an error of hwrl."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hwrl.comm import PrefixStore, Store, store_address
+from hwrl.errors import HwrlError
+from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Vote, VoteKind
+from tests.support.stranger import as_stranger
+from tests.support.weight_link import channel_of, exchange, model_of, receiver_of, sender_of, store
+
+__all__ = ["store"]  # the fixture
+
+_JUNK: list[str | bytes] = ["", "junk", b"\xff\xfe", "-1", "1e999", "[" * 5000, "null"]
+
+
+def _depose(link: ControlChannel) -> None:
+    link.begin_epoch()
+
+
+def _join(link: ControlChannel) -> None:
+    link.join("stranger")
+
+
+def _corrupt_counters(link: ControlChannel) -> None:
+    for counter in ("epochs", "newest proposal", "numbers", "joins"):
+        link.store.set(counter, "junk")
+
+
+def _forge_an_offer(link: ControlChannel) -> None:
+    link.store.set("proposal/2", '{"version": -999999999}')
+    link.store.set("newest proposal", "2")
+
+
+def _vote_for_another(link: ControlChannel) -> None:
+    link.store.set("vote/1/1", '["corrupt", "says the stranger"]')
+
+
+def _exclude_a_member(link: ControlChannel) -> None:
+    link.exclude(1, "a stranger says so")
+
+
+def _decide(link: ControlChannel) -> None:
+    link.store.set("decision/2", '["given up", "says the stranger"]')
+
+
+def _delete(link: ControlChannel) -> None:
+    for key in ("epochs", "newest proposal", "numbers", "joins", "join/1"):
+        link.store.delete_key(key)
+
+
+def _replace_the_layout(link: ControlChannel) -> None:
+    link.store.set("layout/any", "{}")
+
+
+def _flood(link: ControlChannel) -> None:
+    for number in range(100):
+        link.store.set(f"flood/{number}", "x" * 1000)
+
+
+def _take_a_rank(link: ControlChannel) -> None:
+    link.store.set("group/policy/0/0", "a stranger's address")
+
+
+_ATTACKS: list[Callable[[ControlChannel], None]] = [
+    _flood, _take_a_rank, _replace_the_layout, _decide, _vote_for_another, _join, _exclude_a_member, _forge_an_offer,
+    _depose, _delete, _corrupt_counters,
+]  # fmt: skip
+
+
+def _attack(places: list[tuple[str, int]]) -> list[str]:
+    """Try each attack at each of ``places``; return those that worked."""
+    worked = []
+    for host, port in places:
+        if not _is_open_store((host, port)):
+            continue
+        taken = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
+        for attack in _ATTACKS:
+            attack(channel_of(taken))
+            worked.append(attack.__name__)
+    return worked
+
+
+def _is_open_store(place: tuple[str, int]) -> bool:
+    """Return whether torch's client would be served at ``place``; torch itself would try for long, and print stacks."""
+    magic, ping, nonce = b"\0" + struct.pack("<I", 0x3C85F7CE), b"\x0d", struct.pack("<I", 7)
+    with contextlib.suppress(OSError), socket.create_connection(place, 0.1) as probe:
+        probe.settimeout(0.1)
+        probe.sendall(magic + ping + nonce)
+        return probe.recv(4) == nonce
+    return False
+
+
+def _listening() -> list[tuple[str, int]]:
+    """Return the IPv4 addresses and ports where this process listens."""
+    mine = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends]
+
+
+@pytest.mark.parametrize("transport", ["host", "device"])
+def test_a_stranger_changes_nothing_on_a_link(store: Store, transport: str) -> None:
+    with sender_of(store, transport=transport) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        places = _listening()
+        assert len(places) >= 2, "the store, and the place inside this process"
+        assert as_stranger(lambda: _attack(places)) == []
+        report = exchange(sender, [receiver], 2)
+        assert report.receivers == 1 and sender.joiners() == ()
+        assert channel_of(store).epoch() == 1
+
+
+def test_the_same_attacks_work_on_torchs_own_store() -> None:
+    torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
+    assert as_stranger(lambda: _attack([("127.0.0.1", torchs.port)])) == [attack.__name__ for attack in _ATTACKS]
+    assert PrefixStore("weights/policy", torchs).get("epochs") == b"junk"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_user_cannot_open_version_files(store: Store, shared: bool) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    base = Path(tempfile.mkdtemp(prefix="hwrl-test-", dir="/dev/shm"))
+    base.chmod(0o1777)
+    options = {"directory": base} if shared else {}
+    try:
+        with sender_of(store, transport="host", **options) as sender:
+            sender.publish(1, model_of(1))
+            files = _version_files(base if shared else None)
+            assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
+            assert as_stranger(lambda: [str(path) for path in files if _opens(path)]) == []
+            assert [str(path) for path in files if _opens(path)], "the run's user opens them"
+    finally:
+        shutil.rmtree(base)
+
+
+def _version_files(base: Path | None) -> list[Path]:
+    if base is not None:
+        return list(base.glob("*/[0-9]*"))
+    links = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return [link for link in links if "hwrl-weights" in _target(link)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _opens(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+# -- junk of a member -------------------------------------------------------------------------------------------------
+
+
+_NOTES = ["newest proposal", "abandoned", "excluded/1", "join/1"] + [
+    f"{note}/{number}" for note in ("proposal", "start", "decision") for number in (1, 2)
+]
+
+
+@pytest.mark.parametrize("key", _NOTES)
+def test_junk_in_a_note_is_an_error_of_hwrl_or_ignored(store: Store, key: str) -> None:
+    with sender_of(store, transport="host", timeout_s=0.05) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        link = channel_of(store)
+        for junk in _JUNK:
+            link.store.set(key, junk)  # type: ignore[arg-type]  # bytes are not in the stubs
+            _use(sender, receiver)
+
+
+@pytest.mark.parametrize("counter", ["epochs", "joins", "numbers", "proposal numbers"])
+def test_junk_in_a_counter_is_an_error_of_hwrl(store: Store, counter: str) -> None:
+    """Torch's server then drops each client that adds to the counter."""
+    with sender_of(store, transport="host", timeout_s=0.05) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel_of(store).store.set(counter, "junk")
+        _use(sender, receiver)
+
+
+def _use(sender: WeightSender, receiver: WeightReceiver) -> None:
+    for call in (
+        receiver.poll,
+        lambda: receiver.receive(timeout_s=0.01),
+        lambda: sender.publish(2, model_of(2)),
+        sender.joiners,
+    ):
+        with contextlib.suppress(HwrlError):
+            call()
+
+
+def test_votes_and_decisions_of_members_are_what_was_written() -> None:
+    for junk in _JUNK:
+        for message in (Vote, Decision):
+            with pytest.raises(HwrlError):
+                message.read(junk.encode() if isinstance(junk, str) else junk)
+    assert Vote.read(b'["whole", ""]') == Vote(VoteKind.WHOLE)
+    assert Decision.read(b'["committed", ""]') == Decision(DecisionKind.COMMITTED)
+
+
+def test_the_address_of_a_store_is_in_no_repr_and_no_error(store: Store) -> None:
+    key = store_address(store).partition("#")[2]  # type: ignore[arg-type]  # served by the fixture
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        assert key not in f"{store!r}{sender!r}{receiver!r}"
