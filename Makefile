@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak clean
+.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-stacks  the tests inside each stack of ci/stacks, in its own environment; make test-stack-verl runs those of one"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
 	@echo "make fault-test  inject POINTS=n of the faults in docs/faults.md into running jobs, and judge each (POINT=name repeats one)"
+	@echo "make chaos MINUTES=30  a fault every 20 s in a run on two hosts, beside an undisturbed run; needs root and iproute2 (SEED=1)"
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
 	@echo "make docs    the docs as a site, build/site/index.html"
 	@echo "make clean   remove .venv, .venv-* and everything that was built"
@@ -91,6 +92,10 @@ crash-test: $(INSTALLED)
 
 fault-test: $(INSTALLED)
 	.venv/bin/python -m tests.faults.sweep $(FAULT_POINTS) --seed $(FAULT_SEED) $(if $(POINT),--only $(POINT))
+
+MINUTES ?= 30
+chaos: $(INSTALLED)
+	.venv/bin/python -m tests.faults.chaos --minutes $(MINUTES) --seed $(SEED)
 
 VERSIONS ?= 2000
 soak: $(INSTALLED)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stubs
 
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.discovery import get_backend

@@ -6,7 +6,9 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from typing import ClassVar
 
 from tests.support.train_run import Run
 
+MACHINE_FILE = "machine"
+"""The file that ``machine.c`` maps, in the directory of the run's inputs."""
 VICTIMS: dict[str, tuple[str, ...]] = {
     "trainer": ("ray::TrainActor",),
     "replica": ("ray::RolloutActor",),
@@ -44,6 +48,11 @@ class Scene:
         pids = [pid for pid, command in self.run.commands() if any(part in command for part in VICTIMS[victim])]
         assert pids, f"the run has no {victim}"
         return sorted(pids)
+
+    def undo_all(self) -> None:
+        """Undo the faults that can be undone, the last one first."""
+        while self.undo:
+            self.undo.pop()()
 
     def put_aside(self, name: str) -> Path:
         """Move ``work/name`` away until the faults are undone; return its old path."""
@@ -183,4 +192,53 @@ class Edit(FileFault):
             path.write_bytes(content.replace(b"return sort_reward(", b"return 1.0 or sort_reward("))
 
 
-Act = Send | Freeze | TerminateGroup | Limit | Replace | Protect | Edit
+@dataclass(frozen=True)
+class DisturbMachine:
+    """Add ``clock_s`` to the clock of the day of all processes, and ``sync_s`` to the time of each fsync."""
+
+    clock_s: float = 0.0
+    sync_s: float = 0.0
+    victim: ClassVar[str] = "machine"
+
+    @property
+    def kind(self) -> str:
+        return "clock" if self.clock_s else "slow-disk"
+
+    def __call__(self, scene: Scene) -> None:
+        with (scene.work / MACHINE_FILE).open("r+b") as file:  # processes have it mapped
+            file.write(struct.pack("qq", int(self.clock_s * 1e9), int(self.sync_s * 1e9)))
+
+
+@dataclass(frozen=True)
+class Starve:
+    """Give the next memory of ``victim`` a limit of ``nbytes``: the kernel kills the process that needs more."""
+
+    victim: str
+    nbytes: int = 1 << 20
+    kind: ClassVar[str] = "out-of-memory"
+
+    def __call__(self, scene: Scene) -> None:
+        group = memory_group(f"hwrl-{scene.work.name}")
+        scene.undo.append(lambda: _remove_group(group))
+        (group / "memory.limit_in_bytes").write_text(str(self.nbytes))
+        for pid in scene.find(self.victim):
+            (group / "cgroup.procs").write_text(str(pid))
+
+
+def memory_group(name: str) -> Path:
+    """Make a control group for memory. Raises OSError if that is not permitted, or the kernel has other groups."""
+    group = Path("/sys/fs/cgroup/memory", name)
+    group.mkdir()
+    return group
+
+
+def _remove_group(group: Path) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while group.exists() and time.monotonic() < deadline_s:
+        try:
+            group.rmdir()
+        except OSError:  # a killed process is still ending
+            time.sleep(0.1)
+
+
+Act = DisturbMachine | Starve | Send | Freeze | TerminateGroup | Limit | Replace | Protect | Edit

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.faults.acts import Act, Edit, Freeze, Limit, Protect, Replace, Send, TerminateGroup
+from tests.faults.acts import Act, DisturbMachine, Edit, Freeze, Limit, Protect, Replace, Send, Starve, TerminateGroup
 
 HEARTBEAT_S = 8
 HELPERS = ("env-agent", "agent")
@@ -49,6 +49,11 @@ class Point:
     def filters(self) -> bool:
         """Whether prompts are filtered and skipped."""
         return self.reward == "teaches_some"
+
+    @property
+    def of_machine(self) -> bool:
+        """Whether its fault needs more than signals and files: a library loaded first, or a control group."""
+        return bool(self.labels & {"clock", "slow-disk", "out-of-memory"})
 
     @property
     def lives(self) -> int:
@@ -343,6 +348,21 @@ def _workflows() -> list[Point]:
     ]
 
 
+def _of_the_machine() -> list[Point]:
+    def of(name: str, phase: str, act: Act, *, nth: int = 1, words: tuple[str, ...] = ()) -> Point:
+        return point(name, "done", at(phase, act, nth=nth), words=words, limit_s=SLOW_LIMIT_S)
+
+    return [
+        of("clock-forward-judging", "judging", DisturbMachine(clock_s=7200.0), nth=JUDGED),
+        of("clock-back-judging", "judging", DisturbMachine(clock_s=-7200.0), nth=JUDGED),
+        of("clock-back-receiving", "receiving", DisturbMachine(clock_s=-7200.0), nth=5),
+        of("slow-disk-saving", "saving", DisturbMachine(sync_s=0.5), nth=4),
+        of("slow-disk-saving-background", "saving", DisturbMachine(sync_s=0.5), nth=4, words=BACKGROUND),
+        of("out-of-memory-replica-judging", "judging", Starve("replica"), nth=JUDGED),
+        of("out-of-memory-trainer-stepping", "stepping", Starve("trainer"), nth=4),
+    ]
+
+
 POINTS = [
     *_kills_of_driver(),
     *_kills_of_workers(),
@@ -354,6 +374,7 @@ POINTS = [
     *_rewards(),
     *_filters(),
     *_workflows(),
+    *_of_the_machine(),
 ]
 """Every point. The number in a report is the place in this list."""
 

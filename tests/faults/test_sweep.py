@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from tests.faults.points import FILTER, JUDGED, POINTS, WORKFLOW, Point, at, cho
 from tests.faults.sweep import describe
 from tests.faults.trial import run_point
 
+MEMORY_GROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
 FILTERING = [point for point in POINTS if point.filters]
+OF_MACHINE = [point for point in POINTS if point.of_machine]
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
@@ -54,7 +57,12 @@ AT_ONCE = [
 
 
 def _case(point: Point) -> Any:
-    return pytest.param(point, id=point.name, marks=[pytest.mark.extended] if point.name in MET_ELSEWHERE else [])
+    marks = [pytest.mark.extended] if point.name in MET_ELSEWHERE or point.of_machine else []
+    if "out-of-memory" in point.labels:
+        marks.append(
+            pytest.mark.skipif(not MEMORY_GROUPS, reason="memory control groups (version 1) are not permitted")
+        )
+    return pytest.param(point, id=point.name, marks=marks)
 
 
 def labels(points: list[Point]) -> set[str]:
@@ -69,7 +77,7 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
-    assert labels([*TEN, *AT_ONCE, *FILTERING]) >= labels(POINTS) - {"everything"}
+    assert labels([*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]) >= labels(POINTS) - {"everything"}
     assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *AT_ONCE, *FILTERING]}
 
 
@@ -80,7 +88,7 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 @pytest.mark.long(50)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING]])
+@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)

@@ -6,9 +6,11 @@ import atexit
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from hwrl.run.demo import write_demo
-from tests.faults.acts import Scene
+from tests.faults.acts import MACHINE_FILE, Scene
 from tests.faults.phases import VARIABLE
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
 from tests.faults.run_checks import FellError, check_accounts, name_end, require, shared_memory
@@ -91,11 +93,23 @@ def _template() -> Path:
     return place
 
 
+@cache
+def _machine_library() -> Path:
+    """Build ``machine.c``. Raises FellError without a compiler."""
+    built, source = _template() / "machine.so", Path(__file__).with_name("machine.c")
+    done = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], capture_output=True, text=True
+    )
+    require(done.returncode == 0, f"machine.c cannot be built: {done.stderr}")
+    return built
+
+
 class _Trial:
     def __init__(self, point: Point, work: Path) -> None:
         self._point, self.work = point, work
         self._runs: list[Run] = []
         self._memory: set[Path] = set()
+        self._scene: Scene | None = None
         shutil.copytree(_template(), work, dirs_exist_ok=True)
         config = work / "config.yaml"
         config.write_text(config.read_text().replace(str(_template()), str(work)))
@@ -107,7 +121,7 @@ class _Trial:
         """Return a sentence about the end of the run with the faults. Raises FellError."""
         began_s = time.monotonic()
         first = self._start(self._point.reward, self._point.injections, "log-1", *self._point.words)
-        scene = Scene(self.work, first)
+        scene = self._scene = Scene(self.work, first)
         watch = _Watch(first, limit_s=self._point.limit_s)
         for number, injection in enumerate(self._point.injections):
             self._wait_for_phase(injection, number, watch)
@@ -146,6 +160,9 @@ class _Trial:
         """End all processes of the runs."""
         for run in self._runs:
             run.close()
+        if self._scene is not None:
+            with suppress(OSError):  # a file is gone; the directory is deleted next
+                self._scene.undo_all()
 
     def _start(self, reward: str, injections: tuple[Injection, ...], log: str, *words: str) -> Run:
         gates = [(injection.phase, injection.nth) for injection in injections]
@@ -153,6 +170,9 @@ class _Trial:
         function = f"reward.function={self.work / 'reward.py'}:{reward}"
         path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
         env = {VARIABLE: str(self.work), "PYTHONPATH": path, "HWRL_BACKEND": "gated", "TMPDIR": str(self.work / "t")}
+        if self._point.labels & {"clock", "slow-disk"}:
+            (self.work / MACHINE_FILE).write_bytes(bytes(16))
+            env |= {"LD_PRELOAD": str(_machine_library()), "HWRL_FAULT_MACHINE": str(self.work / MACHINE_FILE)}
         self._runs.append(
             Run(self.work, *(f"{key}={value}" for key, value in SETTINGS.items()), function, *words, log=log, **env)
         )
@@ -168,8 +188,7 @@ class _Trial:
 
     def _continue(self, scene: Scene) -> None:
         """Undo the faults and continue the run, as a user does."""
-        for undo in reversed(scene.undo):
-            undo()
+        scene.undo_all()
         words = [word for word in self._point.words if not word.startswith("reward.")]
         reward = self._point.reward if self._point.filters else "plain"
         again = self._start(reward, (), "log-2", "resume=true", *words)

@@ -17,6 +17,7 @@ MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.js
 NAN, INFINITE = float("nan"), float("inf")
 
 MAY_BE_ZERO = {
+    "report.trace_every",
     "seed",
     "goals",
     "model.lora_rank",

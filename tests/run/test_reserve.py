@@ -8,24 +8,26 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.run.cluster.devices import free_nodes, reserve_together
+from hwrl.run.cluster.devices import RunDevices, free_nodes, reserve_together
 from hwrl.run.cluster.nodes import in_order, place_on_nodes
 from hwrl.run.cluster.placement import assign_devices
+from hwrl.run.config import parse_config
 
 
 @pytest.fixture(scope="module")
-def two_machines() -> Iterator[None]:
+def two_machines() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-    yield
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
-def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines: None) -> None:
+def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines: Cluster) -> None:
     found = in_order(free_nodes("CPU"))
     assert [node.devices for node in found] == [4, 4]
     assignment = assign_devices(devices=8, ranks=4, replicas=1, width=4, may_share=True)
@@ -38,10 +40,27 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
-def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: None) -> None:
+def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: Cluster) -> None:
     group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
     ray.util.remove_placement_group(group)
     with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
         reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
     group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
     ray.util.remove_placement_group(group)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+def test_a_process_of_a_lost_node_gets_free_devices_of_another(
+    two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test here: it ends the second node."""
+    monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
+    settings = {"rollout": {"replicas": 3, "tensor_parallel": 2}, "reward": {"function": "m:f"}, "dir": "run"}
+    config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
+    devices = RunDevices(config, get_backend())
+    before = [devices.ray_options(f"replica-{index}") for index in range(3)]
+    assert all(options["num_cpus"] == 2 and "scheduling_strategy" in options for options in before)
+    two_machines.remove_node(two_machines.list_all_nodes()[1], allow_graceful=False)
+    after = [devices.ray_options(f"replica-{index}") for index in range(3)]
+    assert [options for options in after if "scheduling_strategy" not in options] == [{"num_cpus": 2}] * 2
+    devices.close()

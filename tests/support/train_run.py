@@ -47,12 +47,16 @@ class Run:
         name, _, value = self._mark.partition("=")
         self._log = (demo / log).open("a+")
         self.process = subprocess.Popen(
-            [HWRL, "train", str(demo / "config.yaml"), *words],
+            self.place([HWRL, "train", str(demo / "config.yaml"), *words]),
             env={**os.environ, name: value, **env},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             process_group=0,
         )
+
+    def place(self, command: list[str]) -> list[str]:
+        """Return the command that starts ``command`` at the place of the run: by default this machine."""
+        return command
 
     def output(self) -> str:
         self._log.seek(0)

@@ -162,7 +162,7 @@ class RunDevices:
         options = self._backend.devices.ray_options(reservation.share * len(reservation.devices))
         if process not in self.ranks and process not in self._first_replicas:
             options = self._late_options(options)
-        elif self._group is not None:
+        elif self._group is not None and not self._is_on_lost_node(reservation):
             bundle = assignment.bundles.index(reservation.devices)
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
@@ -181,6 +181,17 @@ class RunDevices:
         if self.plan.transport == "device" or self._only_node is None:
             return options
         return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._only_node, soft=False)}
+
+    def _is_on_lost_node(self, reservation: Reservation) -> bool:
+        """Return whether the node of this reservation is lost, and the process may have free devices elsewhere.
+
+        Ray never moves our reservations, because each asks for its node. It must number the devices of a process
+        outside of them; and devices that several processes share have no free ones beside them.
+        """
+        node = self._nodes.get(reservation.devices[0])
+        if node is None or self._numbers or self.plan.assignment.shared:
+            return False
+        return node.number not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
 
     def check_report(self, process: str, held: HeldDevices | None) -> None:
         """Record the reported devices of ``process``; None if its backend has none.

@@ -49,7 +49,9 @@ class Fleet:
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
         self._devices = RunDevices(config, self._backend)
-        self._monitor = ProcessMonitor(heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"))
+        self._monitor = ProcessMonitor(
+            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), several_hosts=not is_local()
+        )
         self._checked_s = time.monotonic()
         self.ledger = RunLedger(config, monitor=self._monitor)
         self.trainers = Trainers(
@@ -161,7 +163,7 @@ class Fleet:
             elif name == LEDGER:
                 raise ledger_died(reason)
             else:
-                raise TrainerDiedError(f"{name}: {reason}")
+                raise TrainerDiedError(f"{self._monitor.locate(name)}: {reason}")
         self.replicas.restart_late()
         self.replicas.start_due()
         if self._requests is not None and (request := self._requests.poll()) is not None:

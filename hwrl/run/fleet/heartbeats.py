@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
+from hwrl.run.processes.actors import Pulse
 from hwrl.run.processes.answers import Answer, is_ready, value_of
 from hwrl.run.processes.handles import ActorHandle
 
@@ -33,18 +34,22 @@ class Timeout:
 @dataclass
 class _Heartbeat:
     actor: ActorHandle
-    answer: Answer[float]
+    answer: Answer[Pulse]
     sent_s: float
     silent_s: float = 0.0
-    turn_s: float = 0.0
-    is_up: bool = False  # whether it has answered once; it is starting before
+    pulse: Pulse | None = None  # the newest; None while it is starting
+
+    @property
+    def is_up(self) -> bool:
+        return self.pulse is not None
 
 
 class Heartbeats:
     """Sends heartbeats to each actor, and counts the seconds since its last answer.
 
     Time counts only between calls of :meth:`update`, so a stopped driver blames no actor afterwards. An actor
-    before its first answer is starting, and is not silent. A dead actor is not silent either: its calls fail.
+    before its first answer is starting, and is not silent. An error of Ray is no answer: the actor may be dead, or its
+    machine cannot be reached for a while.
     """
 
     def __init__(self) -> None:
@@ -64,10 +69,12 @@ class Heartbeats:
         now_s = time.monotonic()
         elapsed_s, self._last_s = min(now_s - self._last_s, _MAX_COUNTED_S), now_s
         for heartbeat in self._heartbeats.values():
-            if is_ready(heartbeat.answer):
-                self._read(heartbeat, now_s)
+            if is_ready(heartbeat.answer) and _read(heartbeat):
+                heartbeat.silent_s = 0.0
             elif heartbeat.is_up:
                 heartbeat.silent_s += elapsed_s
+            if is_ready(heartbeat.answer) and now_s - heartbeat.sent_s >= _INTERVAL_S:
+                heartbeat.answer, heartbeat.sent_s = heartbeat.actor.alive(), now_s
 
     def is_up(self, name: str) -> bool:
         """Return whether the actor ``name`` has answered once."""
@@ -79,15 +86,18 @@ class Heartbeats:
 
     def loop_turns(self) -> dict[str, float]:
         """Return for how many seconds the present turn of each actor's loop has lasted, by its last answer."""
-        return {name: heartbeat.turn_s for name, heartbeat in self._heartbeats.items()}
+        return {name: one.pulse.turn_s for name, one in self._heartbeats.items() if one.pulse is not None}
 
-    def _read(self, heartbeat: _Heartbeat, now_s: float) -> None:
-        heartbeat.silent_s = 0.0
-        if now_s - heartbeat.sent_s < _INTERVAL_S:
-            return
-        try:
-            heartbeat.turn_s = value_of(heartbeat.answer)
-            heartbeat.is_up = True
-        except RayError:  # it is dead, and the other calls of it fail too
-            return
-        heartbeat.answer, heartbeat.sent_s = heartbeat.actor.alive(), now_s
+    def host_of(self, name: str) -> str | None:
+        """Return the name of the machine of the actor ``name``; None before its first answer."""
+        pulse = self._heartbeats[name].pulse if name in self._heartbeats else None
+        return None if pulse is None else pulse.host
+
+
+def _read(heartbeat: _Heartbeat) -> bool:
+    """Read the answer; return whether it is one."""
+    try:
+        heartbeat.pulse = value_of(heartbeat.answer)
+    except RayError:
+        return False
+    return True

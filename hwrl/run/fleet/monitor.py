@@ -11,10 +11,13 @@ from hwrl.run.processes.handles import ActorHandle
 
 
 class ProcessMonitor:
-    """Watches the processes of a run by name. A silence of ``heartbeat_s`` seconds makes one unresponsive."""
+    """Watches the processes of a run by name. A silence of ``heartbeat_s`` seconds makes one unresponsive.
 
-    def __init__(self, *, heartbeat_s: float, log: Callable[[str], None]) -> None:
-        self._heartbeat_s = heartbeat_s
+    With ``several_hosts``, log lines name the machine of a process.
+    """
+
+    def __init__(self, *, heartbeat_s: float, log: Callable[[str], None], several_hosts: bool = False) -> None:
+        self._heartbeat_s, self._several_hosts = heartbeat_s, several_hosts
         self._heartbeats, self._wait_log = Heartbeats(), WaitLog(log)
 
     def watch(self, name: str, actor: ActorHandle) -> None:
@@ -23,8 +26,8 @@ class ProcessMonitor:
 
     def forget(self, name: str) -> None:
         """Stop watching."""
+        self._wait_log.forget(self.locate(name))
         self._heartbeats.forget(name)
-        self._wait_log.forget(name)
 
     def waiting_for(self, subject: str) -> AbstractContextManager[None]:
         """Log that the run waits for ``subject`` if the block takes long."""
@@ -33,7 +36,8 @@ class ProcessMonitor:
     def update(self) -> None:
         """Exchange heartbeats and log long waits. Does not block; call it about every second."""
         self._heartbeats.update()
-        self._wait_log.update(self._heartbeats.silent(), limit_s=self._heartbeat_s)
+        silent = {self.locate(name): silent_s for name, silent_s in self._heartbeats.silent().items()}
+        self._wait_log.update(silent, limit_s=self._heartbeat_s)
 
     def is_up(self, name: str) -> bool:
         """Return whether the process has answered once."""
@@ -42,6 +46,11 @@ class ProcessMonitor:
     def loop_turn_s(self, name: str) -> float:
         """Return for how many seconds the present turn of the process's loop has lasted."""
         return self._heartbeats.loop_turns().get(name, 0.0)
+
+    def locate(self, name: str) -> str:
+        """Return ``name`` with its machine, such as "replica-1 on host3"; only the name if that is not known."""
+        host = self._heartbeats.host_of(name) if self._several_hosts else None
+        return name if host is None else f"{name} on {host}"
 
     def unresponsive(self) -> dict[str, str]:
         """Return the processes that have been silent for too long, each with a sentence about it."""

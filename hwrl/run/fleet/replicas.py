@@ -20,7 +20,7 @@ from hwrl.run.fleet.restarts import RestartPlan
 from hwrl.run.fleet.run_ledger import RunLedger
 from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.processes.actors import ProcessSetup
-from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_ended
+from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
 
@@ -110,7 +110,7 @@ class Replicas:
         try:
             self._devices.check_report(name, value_of(answer))
         except DEATHS as exc:
-            self.restart(name, first_line(exc))
+            self.restart(name, why_died(exc))
             return
         except (HwrlError, RayTaskError) as exc:
             if replica.is_first:
@@ -157,13 +157,14 @@ class Replicas:
         """
         replica = self._replicas[name]
         finished = self._ledger.has_finished(replica.replica_id)
+        place = self._monitor.locate(name)
         lost = self._remove(name)
         if replica.is_leaving:
             self._devices.remove_replica(name)
             running = len(self._running())
-            self._log_scale(f"rollout {name} has left ({reason}); {lost} prompts go to others; {running} replicas run")
+            self._log_scale(f"rollout {place} has left ({reason}); {lost} prompts go to others; {running} replicas run")
             return
-        ended = f"rollout {name} ended ({reason}); {lost} prompts go to others"
+        ended = f"rollout {place} ended ({reason}); {lost} prompts go to others"
         pause_s = self._restarts.add_death(name, finished=finished)
         if pause_s is None:
             self._give_up(name, reason, ended)

@@ -11,7 +11,7 @@ from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.processes.actors import BatchInfo
-from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, value_of
+from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of, why_died
 from hwrl.run.processes.handles import LedgerHandle
 
 LEDGER = "the ledger"
@@ -72,7 +72,7 @@ class RunLedger:
         try:
             return value_of(answer)
         except DEATHS as exc:
-            raise ledger_died(first_line(exc)) from exc
+            raise ledger_died(why_died(exc)) from exc
 
     def _wait(self, answer: Answer[T], call: str) -> T:
         key = "heartbeat_s" if self._monitor.is_up(LEDGER) else "start_s"

@@ -14,8 +14,9 @@ from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import ProcessSetup, RestoredRun, StepOutcome
-from hwrl.run.processes.answers import DEATHS, Answer, find_death, first_line, value_of
+from hwrl.run.processes.answers import DEATH_NOTICE_S, DEATHS, Answer, death_of, value_of, why_died
 from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
 
@@ -156,23 +157,29 @@ class Trainers:
         """
         pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
         timeout = Timeout(limit_s)
+        names = {answer: self._monitor.locate(name) for answer, name in zip(answers, self._devices.ranks, strict=False)}
         while pending:
             if timeout.is_over():
                 raise TrainerDiedError(f"a rank has not answered a call within {key}={limit_s:g} s")
             for answer in self._watch(pending):
                 pending.remove(answer)
-                _raise_cause(answer, pending)
+                self._raise_cause(answer, pending, names)
         return [value_of(answer) for answer in answers]
 
+    def _raise_cause(self, answer: Answer[Any], pending: list[Answer[Any]], names: dict[Answer[Any], str]) -> None:
+        """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first.
 
-def _raise_cause(answer: Answer[Any], pending: list[Answer[Any]]) -> None:
-    """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first."""
-    try:
-        value_of(answer)
-    except DEATHS as exc:
-        raise TrainerDiedError(first_line(exc)) from exc
-    except (HwrlError, RayTaskError) as exc:
-        death = find_death(pending)
-        if death is None:
+        On a cluster a lost machine counts as dead after the heartbeats' time, and the other ranks may fail before.
+        """
+        try:
+            value_of(answer)
+        except DEATHS as exc:
+            raise TrainerDiedError(f"{names[answer]}: {why_died(exc)}") from exc
+        except (HwrlError, RayTaskError) as exc:
+            timeout = Timeout(DEATH_NOTICE_S + (0.0 if is_local() else self._config.timeouts.heartbeat_s))
+            while pending and not timeout.is_over():
+                for other in self._watch(pending):  # raises TrainerDiedError for a silent rank
+                    pending.remove(other)
+                    if (reason := death_of(other)) is not None:
+                        raise TrainerDiedError(f"{names[other]}: {reason}") from exc
             raise
-        raise TrainerDiedError(death) from exc

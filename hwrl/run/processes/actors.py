@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,14 @@ def end_at_sigterm() -> None:
     call. Ray runs the ``__init__`` of a synchronous actor in the main thread. Remove this when Ray ends such an actor.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The answer to a heartbeat: the name of the process's machine, and the seconds in the present turn of its loop."""
+
+    host: str
+    turn_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,9 +142,9 @@ class LedgerActor:
         self._fatal: HwrlError | None = None
         self._changed = asyncio.Condition()
 
-    async def alive(self) -> float:
+    async def alive(self) -> Pulse:
         """Answer a heartbeat."""
-        return 0.0
+        return Pulse(socket.gethostname())
 
     async def lease(self, count: int, replica_id: str) -> list[PromptLease]:
         """Lend up to ``count`` prompts to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
@@ -298,9 +307,9 @@ class RolloutActor:
         self._stop = threading.Event()
         self._rollouter: Rollouter | None = None
 
-    def alive(self) -> float:
-        """Answer a heartbeat: return for how many seconds the present turn of the rollouter's loop has lasted."""
-        return 0.0 if self._rollouter is None else self._rollouter.step_s()
+    def alive(self) -> Pulse:
+        """Answer a heartbeat."""
+        return Pulse(socket.gethostname(), 0.0 if self._rollouter is None else self._rollouter.step_s())
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
@@ -363,9 +372,9 @@ class TrainActor:
     def __init__(self) -> None:
         end_at_sigterm()
 
-    def alive(self) -> float:
+    def alive(self) -> Pulse:
         """Answer a heartbeat. It does not measure calls: ``timeouts.trainer_s`` limits them."""
-        return 0.0
+        return Pulse(socket.gethostname())
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1

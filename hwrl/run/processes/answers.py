@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +14,14 @@ from hwrl.errors import HwrlError
 DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
 """Ray's errors for a call to a dead process."""
 DEATH_NOTICE_S = 5.0
-"""How long Ray may need to report a death. Another process may fail of that death before."""
+"""How long Ray may need to report a death on this machine. Another process may fail of that death before."""
+
+_LOSSES = {
+    "node was terminated": "its machine is lost",
+    "node has died": "its machine is lost",
+    "low on memory": "its machine had too little memory, and Ray ended it",
+}
+"""Parts of the texts of Ray's errors, with their meaning."""
 
 T = TypeVar("T")
 
@@ -50,18 +56,14 @@ def raise_hwrl_error(answer: Answer[Any]) -> None:
         value_of(answer)
 
 
-def find_death(answers: Sequence[Answer[Any]]) -> str | None:
-    """Wait up to ``DEATH_NOTICE_S`` for ``answers``; return the reason of the first death among them."""
-    if not answers:
+def death_of(answer: Answer[Any]) -> str | None:
+    """Return the reason of the death in an answer that is ready; None if its process lives."""
+    try:
+        ray.get(answer)
+    except DEATHS as exc:
+        return why_died(exc)
+    except RayTaskError:
         return None
-    ready, _ = ray.wait(list(answers), num_returns=len(answers), timeout=DEATH_NOTICE_S)
-    for answer in ready:
-        try:
-            ray.get(answer)
-        except DEATHS as exc:
-            return first_line(exc)
-        except RayTaskError:
-            continue
     return None
 
 
@@ -70,12 +72,21 @@ def why_ended(answer: Answer[Any]) -> str:
     try:
         ray.get(answer)
     except DEATHS as exc:
-        return first_line(exc)
+        return why_died(exc)
     except RayTaskError as exc:
         if isinstance(exc.cause, HwrlError):
             return f"{exc.cause.what}: {exc.cause.why}"
         return [line for line in str(exc).splitlines() if line.strip()][-1].strip()
     return "it returned"
+
+
+def why_died(death: Exception) -> str:
+    """Return the reason in Ray's error for a dead process. Ray adds the loss of a machine, or of memory, last."""
+    text = str(death)
+    for sign, reason in _LOSSES.items():
+        if sign in text:
+            return reason
+    return first_line(death)
 
 
 def first_line(exc: Exception) -> str:

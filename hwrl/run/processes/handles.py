@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import PromptLease
@@ -20,6 +21,7 @@ from hwrl.run.processes.actors import (
     BatchInfo,
     LedgerActor,
     ProcessSetup,
+    Pulse,
     RestoredRun,
     RolloutActor,
     StepOutcome,
@@ -43,8 +45,8 @@ class ActorHandle:
         remote_class = ray.remote(concurrency_groups={_HEARTBEAT_GROUP: 1})(actor_class)
         self._actor: Any = remote_class.options(**options).remote(*arguments)
 
-    def alive(self) -> Answer[float]:
-        """Send a heartbeat; the answer says for how many seconds the present turn of the actor's loop has lasted."""
+    def alive(self) -> Answer[Pulse]:
+        """Send a heartbeat."""
         return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
 
     def pid(self) -> Answer[int]:
@@ -134,11 +136,15 @@ class ReplicaHandle(ActorHandle):
 class LedgerHandle(ActorHandle):
     """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too.
 
+    The ledger runs on the driver's machine.
+
     A ``replica_id`` names one life of a replica.
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(LedgerActor, config, num_cpus=0)
+        # The run cannot outlive the driver's machine, but any other one: there the ledger would be one more risk.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        super().__init__(LedgerActor, config, num_cpus=0, scheduling_strategy=here)
 
     def lease(self, count: int, replica_id: str) -> Answer[list[PromptLease]]:
         """Request prompts for a replica."""

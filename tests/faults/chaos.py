@@ -1,0 +1,329 @@
+"""A chaos run: `make chaos MINUTES=30`. A fault every 20 s at random hits a run on two hosts.
+
+A second run, undisturbed and with as many steps, shows the reward to expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tests.faults.run_checks import FellError, check_accounts, name_end, require
+from tests.support.host_network import HostNetwork, HostNetworkError, NetworkHost, why_unavailable
+from tests.support.host_run import (
+    HostRun,
+    command_of,
+    finish,
+    ray_hosts,
+    return_to_cluster,
+    stop_driver,
+    wait_until_no_actors,
+)
+
+CPUS, REPLICAS, RANKS, BATCH, SAVE_EVERY = 4, 4, 2, 8, 5
+EVERY_S = 20.0
+HUNG_S = 150.0
+"""The longest time without a step: a lost host is noticed after 10 s, and the trainer may start twice."""
+_MOST_STEPS = 20_000
+_LAST_STEPS = 20
+_NOISE = 0.02
+"""The reward may differ by so much beside three standard errors: the runs draw different samples."""
+_CANNOT_RUN = 77
+WORDS = [
+    "goals={}",
+    f"train.batch_groups={BATCH}",
+    f"train.ranks={RANKS}",
+    "train.max_restarts=100000",
+    f"rollout.replicas={REPLICAS}",
+    "rollout.max_restarts=100000",
+    "rollout.n=8",
+    "rollout.max_running=64",
+    "rollout.group_timeout_s=20",
+    "async_training.staleness_threshold=1",
+    "weights.timeout_s=6",
+    f"checkpoint.save_every_steps={SAVE_EVERY}",
+    "eval.every_steps=0",
+    "eval.prompts=64",
+    "timeouts.heartbeat_s=10",
+    "timeouts.start_s=90",
+    "timeouts.trainer_s=40",
+    "timeouts.evaluation_s=60",
+]
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """The run and its hosts, and the source of random choices."""
+
+    network: HostNetwork
+    run: HostRun
+    draw: random.Random
+
+    @property
+    def other(self) -> NetworkHost:
+        """The host without the driver: the one that a run can lose."""
+        return self.network.hosts[1]
+
+    def pick(self, title: str) -> list[int]:
+        """Return one of the processes with ``title`` on any host; none if there are none at the moment."""
+        pids = [pid for host in self.network.hosts for pid in host.processes() if title in command_of(pid)]
+        return [self.draw.choice(sorted(pids))] if pids else []
+
+
+def _send(chaos: Chaos, title: str, number: signal.Signals) -> list[int]:
+    pids = chaos.pick(title)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return pids
+
+
+def _kill(title: str) -> Callable[[Chaos], Undo]:
+    def act(chaos: Chaos) -> Undo:
+        _send(chaos, title, signal.SIGKILL)
+        return _nothing
+
+    return act
+
+
+def _pause(title: str) -> Callable[[Chaos], Undo]:
+    def act(chaos: Chaos) -> Undo:
+        pids = _send(chaos, title, signal.SIGSTOP)
+
+        def wake() -> None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        return wake
+
+    return act
+
+
+def _cut(chaos: Chaos) -> Undo:
+    chaos.network.cut(chaos.other)
+    return lambda: _bring_back(chaos)
+
+
+def _halt(chaos: Chaos) -> Undo:
+    chaos.other.halt()
+    return lambda: _bring_back(chaos)
+
+
+def _slow(chaos: Chaos) -> Undo:
+    chaos.network.slow(chaos.other, mbit=2.0)
+    return lambda: chaos.network.unslow(chaos.other)
+
+
+def _bring_back(chaos: Chaos) -> None:
+    """Join the host, or boot it; :func:`_supervise` starts its Ray if that has ended."""
+    if chaos.other.is_up:
+        chaos.network.join(chaos.other)
+    else:
+        chaos.network.boot(chaos.other)
+
+
+def _supervise(chaos: Chaos) -> None:
+    """Start Ray on a host without it, as a supervisor does. A node that was given up ends itself when it hears so."""
+    for host in chaos.network.hosts:
+        if not any(RAYLET in command_of(pid) for pid in host.processes()):
+            return_to_cluster(chaos.network, host, cpus=CPUS)
+
+
+def _nothing() -> None:
+    """Undo a fault that cannot be undone."""
+
+
+REPLICA, TRAINER, LEDGER, GCS, RAYLET = (
+    *("ray::RolloutActor", "ray::TrainActor", "ray::LedgerActor"),
+    *("/gcs/gcs_server ", "/raylet/raylet "),
+)
+FAULTS: dict[str, tuple[Callable[[Chaos], Undo], float]] = {
+    "kill a replica": (_kill(REPLICA), 0.0),
+    "kill a trainer rank": (_kill(TRAINER), 0.0),
+    "stop a replica for 3 s": (_pause(REPLICA), 3.0),
+    "stop a replica for 15 s": (_pause(REPLICA), 15.0),
+    "stop a trainer rank for 15 s": (_pause(TRAINER), 15.0),
+    "stop the ledger for 3 s": (_pause(LEDGER), 3.0),
+    "stop the GCS for 3 s": (_pause(GCS), 3.0),
+    "stop a raylet for 3 s": (_pause(RAYLET), 3.0),
+    "cut host1 off for 3 s": (_cut, 3.0),
+    "cut host1 off for 15 s": (_cut, 15.0),
+    "end host1, boot after 10 s": (_halt, 10.0),
+    "host1 at 2 Mbit/s for 10 s": (_slow, 10.0),
+}
+"""Each fault, and how many seconds it lasts."""
+
+
+@dataclass
+class Record:
+    """One fault: when, what the run logged first, and how long until a whole step had passed."""
+
+    name: str
+    at_s: float
+    told_after_s: float | None = None
+    told: str = ""
+    step_after_s: float | None = None
+
+
+@dataclass
+class _Injector:
+    """Injects faults into a run for ``seconds``, and watches its steps."""
+
+    chaos: Chaos
+    seconds: float
+    began_s: float = field(default_factory=time.monotonic)
+    records: list[Record] = field(default_factory=list)
+
+    def inject_all(self) -> None:
+        while (left_s := self.began_s + self.seconds - time.monotonic()) > 0:
+            next_s = time.monotonic() + min(EVERY_S, left_s)
+            self._inject(self.chaos.draw.choice(list(FAULTS)), until_s=next_s)
+        self._await_step(Record("the end", self._now_s()), until_s=time.monotonic() + HUNG_S)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def _inject(self, name: str, *, until_s: float) -> None:
+        act, lasts_s = FAULTS[name]
+        record = Record(name, self._now_s())
+        self.records.append(record)
+        step, length = self._step(), len(self.chaos.run.output())
+        undo = act(self.chaos)
+        undo_s: float | None = time.monotonic() + lasts_s
+        while time.monotonic() < until_s or undo_s is not None or record.step_after_s is None:
+            if undo_s is not None and time.monotonic() >= undo_s:
+                undo()
+                undo_s = None
+            self._look(record, step, length)
+            if undo_s is None:
+                _supervise(self.chaos)
+            time.sleep(0.25)
+        print(_row(record), flush=True)
+
+    def _await_step(self, record: Record, *, until_s: float) -> None:
+        step, length = self._step(), len(self.chaos.run.output())
+        while record.step_after_s is None and time.monotonic() < until_s:
+            self._look(record, step, length)
+            time.sleep(0.25)
+
+    def _step(self) -> int:
+        lines = self.chaos.run.metrics()
+        return int(lines[-1]["step"]) if lines else 0
+
+    def _look(self, record: Record, step: int, length: int) -> None:
+        since_s = self._now_s() - record.at_s
+        require(self.chaos.run.process.poll() is None, f"the run ended after {record.name!r}")
+        require(record.step_after_s is not None or since_s < HUNG_S, f"no step for {since_s:.0f} s: {record.name}")
+        text = self.chaos.run.output()[length:]
+        if record.told_after_s is None:
+            told = [line for line in text.splitlines() if " ended (" in line or "trainer died (" in line]
+            if told:
+                record.told_after_s, record.told = since_s, told[0].strip()
+        went_back = "resumed after step" in text  # then the steps count anew
+        now = self._step()
+        if record.step_after_s is None and (now >= step + 2 or (went_back and now > _resumed(text))):
+            record.step_after_s = since_s
+
+
+def _resumed(text: str) -> int:
+    return int(text.rpartition("resumed after step ")[2].split()[0])
+
+
+def _row(record: Record) -> str:
+    told = "" if record.told_after_s is None else f"{record.told_after_s:.1f}"
+    step = "" if record.step_after_s is None else f"{record.step_after_s:.1f}"
+    return f"| {record.at_s:5.0f} | {record.name} | {told} | {step} | {record.told[:110]} |"
+
+
+TITLES = "| at s | fault | named after s | a whole step after s | first line about it |\n|---|---|---|---|---|"
+
+
+def chaos_run(seconds: float, *, seed: int) -> tuple[int, float, float, list[Record]]:
+    """Run with faults for ``seconds``; return the steps, the last reward, its standard error, and the faults.
+
+    Raises FellError if the run breaks a promise.
+    """
+    with ray_hosts(count=2, cpus=CPUS, prompts=4096) as (network, work):
+        run = HostRun(network.hosts[0], work, *WORDS, f"train.steps={_MOST_STEPS}", **network.environment)
+        try:
+            run.wait_for_step(2)
+            print(TITLES, flush=True)
+            injector = _Injector(Chaos(network, run, random.Random(seed)), seconds)
+            injector.inject_all()
+            steps = int(run.metrics()[-1]["step"])
+            again = finish(network, work, run, WORDS)
+            name_end(130, run.output())
+            check_accounts(run.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
+            wait_until_no_actors(network)
+            reward, error = _last_reward(run, steps)
+            return steps, reward, error, injector.records
+        except (FellError, AssertionError):
+            print("\n".join(run.output().splitlines()[-40:]))
+            raise
+        finally:
+            run.close()
+
+
+def undisturbed_run(steps: int) -> tuple[float, float]:
+    """Run ``steps`` steps without faults; return the last reward and its standard error."""
+    with ray_hosts(count=2, cpus=CPUS, prompts=4096) as (network, work):
+        run = HostRun(network.hosts[0], work, *WORDS, f"train.steps={_MOST_STEPS}", **network.environment)
+        try:
+            run.wait_for_step(steps, timeout_s=3600.0)
+            return _last_reward(run, steps)
+        finally:
+            stop_driver(network)
+            with suppress(Exception):
+                run.wait(timeout_s=60.0)
+            run.close()
+
+
+def _last_reward(run: HostRun, steps: int) -> tuple[float, float]:
+    rewards = [line["reward/mean"] for line in run.metrics()[:steps]][-_LAST_STEPS:]
+    return statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5
+
+
+def judge(seconds: float, *, seed: int) -> str:
+    """Do both runs; return the result as text. Raises FellError if the run with faults breaks a promise."""
+    began_s = time.monotonic()
+    steps, reward, error, records = chaos_run(seconds, seed=seed)
+    usual, usual_error = undisturbed_run(steps)
+    noise = _NOISE + 3 * (error**2 + usual_error**2) ** 0.5
+    result = (
+        f"{len(records)} faults in {seconds:.0f} s, {steps} steps, every prompt once, no hang; reward {reward:.3f}, "
+        f"undisturbed {usual:.3f}, noise {noise:.3f}; the slowest step after a fault came after "
+        f"{max(record.step_after_s or 0.0 for record in records):.1f} s; {time.monotonic() - began_s:.0f} s in all"
+    )
+    require(abs(reward - usual) <= noise, f"the faults changed the reward: {result}")
+    return result
+
+
+def main() -> int:
+    """Do a chaos run from the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if (why := why_unavailable()) is not None:
+        print(f"chaos: {why}", file=sys.stderr)
+        return _CANNOT_RUN
+    try:
+        print(judge(60 * args.minutes, seed=args.seed))
+    except (FellError, AssertionError, HostNetworkError) as exc:
+        print(f"fell: {exc} (seed {args.seed})")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

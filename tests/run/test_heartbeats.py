@@ -1,0 +1,72 @@
+"""Heartbeats, and the words for what was lost."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import ray.exceptions
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
+
+from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.processes.actors import Pulse
+from hwrl.run.processes.answers import why_died
+
+
+class Reachable:
+    """An actor whose answers are values or errors, ready at once; the clock goes on by a second with each look."""
+
+    def __init__(self, *answers: Pulse | Exception) -> None:
+        self._answers = list(answers)
+
+    def alive(self) -> Any:
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def value_of(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(1000))
+    monkeypatch.setattr("hwrl.run.fleet.heartbeats.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("hwrl.run.fleet.heartbeats.is_ready", lambda answer: True)
+    monkeypatch.setattr("hwrl.run.fleet.heartbeats.value_of", value_of)
+
+
+def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: None) -> None:
+    lost = ActorUnavailableError("its machine is cut off", None)
+    log: list[str] = []
+    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, several_hosts=True)
+    monitor.watch("replica-0", cast(Any, Reachable(Pulse("host1"), *[lost] * 6, Pulse("host1"), lost)))
+    silent = []
+    for _ in range(30):
+        monitor.update()
+        silent.append(list(monitor.unresponsive()))
+    back = silent.index([], silent.index(["replica-0"]))
+    assert silent[0] == [] and back < len(silent) - 1 and silent[-1] == ["replica-0"]
+    assert log[0].startswith("waiting for replica-0 on host1, which has not answered for ")
+    assert any("replica-0 on host1 answers again" in line for line in log)
+
+
+def test_a_machine_is_named_on_a_cluster_only(looks: None) -> None:
+    for several, named in ((True, "replica-0 on host1"), (False, "replica-0")):
+        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, several_hosts=several)
+        monitor.watch("replica-0", cast(Any, Reachable(Pulse("host1"))))
+        assert monitor.locate("replica-0") == "replica-0", "before the first answer"
+        monitor.update()
+        assert monitor.locate("replica-0") == named
+
+
+def test_the_loss_of_a_machine_or_of_memory_is_told_in_its_words() -> None:
+    context = ray.core.generated.common_pb2.ActorDiedErrorContext
+    dead = (
+        "The actor died because its node has died. Node Id: 12ab\n\tthe actor's node was terminated unexpectedly: lost"
+    )
+    assert why_died(ActorDiedError(context(error_message=dead, actor_id=bytes(16)))) == "its machine is lost"
+    full = "Task was killed due to the node running low on memory.\nMemory on the node was 15 GB / 15 GB"
+    assert why_died(OutOfMemoryError(full)) == "its machine had too little memory, and Ray ended it"
+    assert why_died(ActorDiedError()) == "The actor died unexpectedly before finishing this task."
