@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,12 +56,21 @@ def test_a_process_of_a_lost_node_gets_free_devices_of_another(
 ) -> None:
     """The last test here: it ends the second node."""
     monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
-    settings = {"rollout": {"replicas": 3, "tensor_parallel": 2}, "reward": {"function": "m:f"}, "dir": "run"}
+    settings = {
+        "rollout": {"engine": "other", "replicas": 3, "tensor_parallel": 2},
+        "reward": {"function": "m:f"},
+        "dir": "run",
+    }
     config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
+    while ray.available_resources().get("CPU", 0) < 8:  # Ray frees the groups of the other tests a moment later
+        time.sleep(0.05)
     devices = RunDevices(config, get_backend())
     before = [devices.ray_options(f"replica-{index}") for index in range(3)]
     assert all(options["num_cpus"] == 2 and "scheduling_strategy" in options for options in before)
     two_machines.remove_node(two_machines.list_all_nodes()[1], allow_graceful=False)
+    while sum(node["Alive"] for node in ray.nodes()) > 1:  # Ray notices it a moment later
+        time.sleep(0.05)
     after = [devices.ray_options(f"replica-{index}") for index in range(3)]
-    assert [options for options in after if "scheduling_strategy" not in options] == [{"num_cpus": 2}] * 2
+    moved = [options for options in after if "scheduling_strategy" not in options]
+    assert moved in ([{"num_cpus": 2}], [{"num_cpus": 2}] * 2), "one replica was on it, or two: the nodes have no order"
     devices.close()
