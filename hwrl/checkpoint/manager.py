@@ -254,6 +254,7 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._thread.shutdown()
+            self._agreement.close()
             self._staging.close()
             self._release_directory()
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
 from hwrl.checkpoint.format.manifest import corrupt_error, inspect_checkpoint
+from hwrl.checkpoint.saving import agreement as agreement_module
 from hwrl.checkpoint.saving.agreement import Agreement, Message
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
@@ -42,6 +43,31 @@ def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointMan
 def noise(seed: int, mib: float) -> str:
     """Return a text of at least ``mib`` after compression."""
     return random.Random(seed).randbytes(int(mib * (1 << 20))).hex()
+
+
+def _wait_late(*args: Any, **options: Any) -> tuple[str, ...]:
+    time.sleep(0.5)
+    return await_keys(*args, **options)
+
+
+def _leave_late(group: Group) -> float:
+    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
+    with agreement.vote():
+        pass
+    agreement.begin_call(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+            patch.setattr(agreement_module, "await_keys", _wait_late)
+        with agreement.vote():
+            pass
+    agreement.close()
+    return time.monotonic()
+
+
+def test_the_leader_ends_after_the_others_know_the_decision() -> None:
+    """It may serve the store, which ends with its process."""
+    leader_s, other_s = on_ranks(_leave_late, 2)
+    assert leader_s > other_s - 0.1
 
 
 # -- values of any size -----------------------------------------------------------------------------------------
@@ -75,7 +101,7 @@ def _decide_on_much(group: Group) -> list[int]:
 
 
 def test_values_above_8_mib_are_agreed_on_and_nothing_of_them_stays_in_the_store() -> None:
-    assert on_ranks(_decide_on_much, 2) == [[3, 3, 3]] * 2  # the last round's: two messages and the decision
+    assert on_ranks(_decide_on_much, 2) == [[4, 4, 4]] * 2  # the last round's: two messages, the decision, and the end
 
 
 class Spying(DurableFS):

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from hwrl import errors
 from hwrl.comm import PrefixStore, Store, await_keys, store_failures
-from hwrl.errors import CheckpointError, HwrlError
+from hwrl.errors import CheckpointError, HwrlError, PeerLostError
 
 _CHUNK_CHARS = 4 << 20
 """Limit for one key. torch's store closes a connection after a request of 8 MiB or more."""
+_LEAVING_S = 3.0
+"""How long the leader's end waits for ranks to read the last decision. They look for it every few milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Agreement:
         self._store, self._timeout_s = store, timeout_s
         self._call = self._round = 0
         self._subgroups: list[Agreement] = []
+        self._last: _StoreRound | None = None
 
     def begin_call(self, call: int) -> None:
         """Begin call number ``call``, counted from 1. All ranks make the same calls; each has its own rounds."""
@@ -139,6 +142,7 @@ class Agreement:
         number = self._call, self._round
         self._round += 1
         current = _StoreRound(self._store, number, rank=self.rank, ranks=self.ranks, timeout_s=self._timeout_s)
+        self._last = current
         with current.heartbeats(), store_failures():
             try:
                 yield current
@@ -146,6 +150,13 @@ class Agreement:
             except Exception as exc:
                 current.fail(exc, at_once=fail_at_once)
                 raise
+            finally:
+                current.leave()
+
+    def close(self) -> None:
+        """Block on the leader, seconds at most, until all ranks know the last decision: the store may end with it."""
+        if self._last is not None:
+            self._last.wait_for_leaving()
 
 
 class _StoreRound(Round):
@@ -203,6 +214,18 @@ class _StoreRound(Round):
                 self._collect()
             except HwrlError as first:  # this rank's own error, or a silent rank
                 self._decide(_encode_error(first))
+
+    def leave(self) -> None:
+        """Tell the leader that this rank knows the decision, or has given up."""
+        if not self._leads:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(f"left{self._rank}", "")
+
+    def wait_for_leaving(self) -> None:
+        """Block on the leader until the other ranks have left; not for ranks that are dead."""
+        if self._leads:
+            with contextlib.suppress(PeerLostError):
+                await_keys(self._store, [f"left{rank}" for rank in self._ranks[1:]], timeout_s=_LEAVING_S)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
