@@ -51,8 +51,8 @@ HOOKS: dict[str, tuple[str, Callable[[Registry], object]]] = {
         ("hwrl_engine_args", "return ['--fast']", "gave a wrong answer: it is ['--fast'], not"),
         (
             "hwrl_kernels",
-            "return dict(rms_norm=print)",
-            "gave a wrong answer: it is {'rms_norm': <built-in function print>}",
+            "return dict(rms_norm=len)",
+            "gave a wrong answer: it is {'rms_norm': <built-in function len>}",
         ),
         (
             "hwrl_kernels",

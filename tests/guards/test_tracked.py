@@ -9,22 +9,11 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-HOSTS = [  # in parts, so that this file has none
-    ".".join(parts)
-    for parts in (
-        ("pypi", "org"),
-        ("pythonhosted", "org"),
-        ("download", "pytorch", "org"),
-        ("anaconda", "org"),
-        ("npmjs", "org"),
-        ("crates", "io"),
-        ("proxy", "golang", "org"),
-        ("docker", "io"),
-        ("ghcr", "io"),
-        ("quay", "io"),
-        ("nvcr", "io"),
-    )
-]
+REVERSED = (  # so that this file names none
+    "gro.ipyp gro.detsohnohtyp gro.hcrotyp.daolnwod gro.adnocana gro.sjmpn oi.setarc gro.gnalog.yxorp "
+    "oi.rekcod oi.rchg oi.yauq oi.rcvn"
+)
+HOSTS = [name[::-1] for name in REVERSED.split()]
 FOLDERS = ["home/[a-z][a-z0-9_-]*", "root", "work"]
 LEFT = re.compile("|".join([*map(re.escape, HOSTS), rf"(?<![\w.~}}$/-])/(?:{'|'.join(FOLDERS)})(?![\w.-])"]))
 
