@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hwrl.comm import Store, is_on_loopback
+from hwrl.comm import Store, is_on_loopback, process_sockets
 from hwrl.errors import CommError, UnsupportedError
 
 _making_device = threading.Lock()
@@ -75,7 +74,7 @@ def _shut_down(addresses: frozenset[tuple[str, int]], how: int) -> None:
     start in between, fail to write, and block everything, even the end of the group, until its timeout (seen with
     torch 2.13 on a busy machine, in 1 of 12 aborts).
     """
-    for mine in _sockets():
+    for _, mine in process_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile: nothing to end
             if mine.getpeername()[:2] in addresses or mine.getsockname()[:2] in addresses:
                 mine.shutdown(how)
@@ -83,7 +82,7 @@ def _shut_down(addresses: frozenset[tuple[str, int]], how: int) -> None:
 
 def _connections(addresses: frozenset[tuple[str, int]]) -> bool:
     """Return whether this process has a connection to or from ``addresses``."""
-    for mine in _sockets():
+    for _, mine in process_sockets():
         with contextlib.suppress(OSError):  # it listens, or was closed meanwhile
             if mine.getpeername()[:2] in addresses or mine.getsockname()[:2] in addresses:
                 return True
@@ -116,25 +115,10 @@ def _device(*, on_loopback: bool) -> Any:
 
 
 def _listeners() -> Iterator[tuple[str, int]]:
-    for mine in _sockets():
+    for _, mine in process_sockets():
         with contextlib.suppress(OSError):
             if mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield mine.getsockname()[:2]
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of each internet socket of this process; close it after the caller's use."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = os.dup(int(name))
-        except OSError:  # closed meanwhile
-            continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as mine:
-            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
-                yield mine
 
 
 def _parse(text: bytes) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
+from hwrl.comm.sockets import process_sockets
 from hwrl.comm.store import (
     await_keys,
     clone_store,
@@ -33,6 +34,7 @@ __all__ = [
     "first_line",
     "forget_group",
     "is_on_loopback",
+    "process_sockets",
     "raw_bytes",
     "serve_store",
     "store_address",

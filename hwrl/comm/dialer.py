@@ -8,12 +8,12 @@ import fcntl
 import os
 import select
 import socket
-import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from hwrl.comm.signed import KeyedAddress, dial
+from hwrl.comm.sockets import process_sockets
 from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
@@ -152,7 +152,7 @@ class _Relay:
 
 def _find_descriptor(near: Peer, far: Peer) -> int | None:
     """Return the descriptor of this process's connection from ``near`` to ``far``, None if it has none."""
-    for descriptor, mine in _numbered_sockets():
+    for descriptor, mine in process_sockets():
         with contextlib.suppress(OSError):  # not connected
             if (_peer_of(mine.getsockname()), _peer_of(mine.getpeername())) == (near, far):
                 return descriptor
@@ -162,17 +162,3 @@ def _find_descriptor(near: Peer, far: Peer) -> int | None:
 def _peer_of(address: tuple[str, int, int, int] | tuple[str, int]) -> Peer:
     """Return a socket's address without IPv6's extra fields; an IPv4 address as such, also on torch's IPv6 sockets."""
     return Peer(address[0].removeprefix("::ffff:"), address[1])
-
-
-def _numbered_sockets() -> Iterator[tuple[int, socket.socket]]:
-    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):  # the newest are the wanted, mostly
-        try:
-            copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
-            continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as mine:
-            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
-                yield descriptor, mine
