@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make test-wheel, make test-npu and make check"
+	@echo "make test    make check, and beside it make test-wheel and make test-npu"
 	@echo "make test-all   the same with the tests marked extended, which repeat others with more sizes"
 	@echo "make test-wheel the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
@@ -59,8 +59,8 @@ test-wheel: $(INSTALLED)
 test-npu: $(INSTALLED)
 	ci/npu $(TESTS)
 
-# The tree last: the last lines are then the summary of all of its tests.
-test: test-wheel test-npu check
+test: $(INSTALLED)
+	ci/test $(TESTS)
 
 test-all: TESTS := -m ''
 test-all: export EXTENDED := yes
