@@ -79,6 +79,8 @@ class Pipeline:
         self._throttle = _throttle_of(config)
         self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
+        self._started_s = 0.0
+        self._has_begun = False
         self.step = 0
 
     def run(self) -> Summary:
@@ -89,6 +91,7 @@ class Pipeline:
             self._recover(cause)
         while True:
             try:
+                self._begin()
                 while self.step < self._config.train.steps and not self._interrupts.pending:
                     self._interrupts.message = (
                         "stopping; a step that is being trained is finished, and all finished steps are saved"
@@ -116,21 +119,27 @@ class Pipeline:
     # -- start --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        started_s = time.perf_counter()
+        self._started_s = time.perf_counter()
         self._view.log(f"building {self._fleet.describe_size()}")
         if (warning := sampling_warning(self._config)) is not None:
             self._view.log(warning)
         self._fleet.launch()
         self._go_to_checkpoint_or_step_0(resume=self._config.resume)
+
+    def _begin(self) -> None:
+        """Wait for the replicas, send them the weights, and log what the run consists of. Does so once."""
+        if self._has_begun:
+            return
         self._fleet.wait_for_replicas()
         self._fleet.trainers.send_weights()
         next_step = f"step {self._first_step}" if self.step < self._config.train.steps else "no step"
         self._view.log(
-            f"{self._fleet.describe()}, ready after {time.perf_counter() - started_s:.1f} s; "
+            f"{self._fleet.describe()}, ready after {time.perf_counter() - self._started_s:.1f} s; "
             f"run directory {self._config.dir}; {next_step} follows"
         )
         self._report.start_clock()
         self._rates.start_clock()
+        self._has_begun = True
 
     def _go_to_checkpoint_or_step_0(self, *, resume: bool) -> None:
         """Set trainers, ledger, report and rates to the newest checkpoint; to step 0 without one or ``resume``."""

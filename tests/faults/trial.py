@@ -139,6 +139,7 @@ class _Trial:
         if end != "done":
             self._continue(scene)
             sentences.append(f"continued in {time.monotonic() - ended_s:.0f} s")
+        require("; weights travel by " in self._runs[-1].output(), "the log does not say what the run consists of")
         check_accounts(
             self._runs[-1].directory,
             steps=STEPS,
