@@ -58,7 +58,9 @@ class Throttle:
         if len(self._window) < _WINDOW_STEPS:
             return False
         wall_s = max(self._sum("perf/step_s"), 1e-9)
-        awake = max(1, replicas - self.state.asleep)
+        asleep = min(self.state.asleep, max(0, replicas - 1))  # replicas may have left
+        self.state = self.state._replace(asleep=asleep)
+        awake = max(1, replicas - asleep)
         busy_s = self._sum("rollout/generate_s") + self._sum("rollout/update_s")
         self.state = self._decide(self._sum(BATCH_WAIT) / wall_s, busy_s / wall_s, awake)
         self._window.clear()
