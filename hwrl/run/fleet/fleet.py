@@ -146,6 +146,9 @@ class Fleet:
         """
         self._check_processes()
         watched = dict.fromkeys([*answers, *self.replicas.answers])
+        if not watched:  # all replicas pause before a restart
+            time.sleep(POLL_S)
+            return []
         ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
         for answer in ready:
             self.replicas.handle_event(answer)
