@@ -62,6 +62,8 @@ class World:
     finished: set[str]
     """The replica ids that have handed in a prompt."""
     clock: SimpleNamespace
+    awaiting: set[str]
+    """The replicas that Ray may have no devices for."""
 
     def set_up(self) -> None:
         """Let all replicas that are being set up run."""
@@ -101,28 +103,32 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     logged: list[str] = []
     withdrawn: list[str] = []
     finished: set[str] = set()
+    awaiting: set[str] = set()
     devices = SimpleNamespace(
         replicas=[f"replica-{index}" for index in range(config.rollout.replicas)],
         ray_options=lambda name: {},
-        may_wait=False,
+        may_wait=awaiting.__contains__,
         count_waiting=ignore,
         **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
     )
     ledger = SimpleNamespace(
         handle=None, forget=ignore, expire_overdue=list, has_finished=lambda replica_id: replica_id in finished
     )
+    monitor = SimpleNamespace(
+        watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0, is_up=lambda name: False
+    )
     replicas = Replicas(
         config,
         devices=cast(Any, devices),
         ledger=cast(Any, ledger),
-        monitor=cast(Any, SimpleNamespace(watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0)),
+        monitor=cast(Any, monitor),
         setup_of=ignore,
         seed=1,
         withdraw=withdrawn.append,
         log=cast(Any, lambda text, *, kind: logged.append(f"{kind}: {text}")),
     )
     replicas.start()
-    return World(replicas, logged, withdrawn, finished, clock)
+    return World(replicas, logged, withdrawn, finished, clock, awaiting)
 
 
 def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +143,19 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
     assert replicas.refused and not replicas.are_being_set_up and replicas.answers == []
     with pytest.raises(InputChangedError, match="changed during the run"):
         replicas.raise_refusal()
+
+
+def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, replicas=2)
+    world.set_up()
+    world.awaiting.add("replica-1")
+    world.end(0)
+    world.end(1)
+    time.sleep(0.12)  # the limit itself, not a wait for something
+    world.replicas.restart_late()
+    assert [handle.killed for handle in StandInHandle.handles] == [True, True, True, False]
 
 
 def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(

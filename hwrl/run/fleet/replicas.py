@@ -235,7 +235,7 @@ class Replicas:
                 for other in names[:done]:
                     self._devices.remove_replica(other)
                 raise
-        waiting = self._devices.count_waiting(count)
+        waiting = self._devices.count_waiting(names)
         for name in names:
             self._wanted.append(name)
             self._restarts.forget(name)
@@ -290,9 +290,9 @@ class Replicas:
         return late
 
     def _awaits_devices(self, name: str) -> bool:
-        """Return whether Ray has no devices yet for a replica that joined: it is not late."""
-        replica = self._replicas[name]
-        return self._devices.may_wait and not replica.is_first and not self._monitor.is_up(name)
+        """Return whether Ray may have no devices yet for a replica: it is not late."""
+        is_first, is_up = self._replicas[name].is_first, self._monitor.is_up(name)
+        return not is_first and not is_up and self._devices.may_wait(name)
 
     # -- changed inputs --------------------------------------------------------------------------------------------
 
