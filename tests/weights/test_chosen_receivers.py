@@ -175,15 +175,22 @@ def test_members_are_read_under_their_lock_only(store: Store) -> None:
             assert lock._is_owned(), "another thread may change them meanwhile"  # type: ignore[attr-defined]  # the stubs lack it
             return super().items()
 
+        def __getitem__(self, member: int) -> str:
+            assert lock._is_owned(), "another thread may remove it meanwhile"  # type: ignore[attr-defined]  # as above
+            return super().__getitem__(member)
+
         values = items
 
-    with sender_of(store) as sender, receiver_of(store, "a"):
+    with sender_of(store) as sender, receiver_of(store, "a") as a:
         lock = sender._membership._lock
         sender._membership.members = Guarded()
         sender.wait_for_receivers(["a"])
         assert sender.joiners() == sender.receivers() == ("a",)
         with pytest.raises(CommTimeoutError):
             sender.wait_for_receivers(2, timeout_s=0.0)
+        exchange(sender, [a], 1)
+        with receiver_of(store, "late"):
+            exchange(sender, [a], 2)  # goes out without it
 
 
 @pytest.mark.parametrize("in_place", [False, True])
