@@ -13,6 +13,7 @@ from hwrl.errors import EngineError, InputChangedError
 from hwrl.run.config import parse_config
 from hwrl.run.fleet.replicas import Replicas
 from hwrl.run.fleet.restarts import RestartPlan
+from hwrl.run.processes.actors import ForgottenReplica
 
 
 class StandInHandle:
@@ -112,7 +113,9 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
         **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
     )
     ledger = SimpleNamespace(
-        handle=None, forget=ignore, expire_overdue=list, has_finished=lambda replica_id: replica_id in finished
+        handle=None,
+        forget=lambda replica_id: ForgottenReplica(0, replica_id in finished),
+        expire_overdue=list,
     )
     monitor = SimpleNamespace(
         watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0, is_up=lambda name: False
@@ -199,6 +202,16 @@ def test_too_few_replicas_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         world.end(1)
 
 
+def test_a_replica_that_may_not_restart_is_not_said_to_have_finished_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, max_restarts=0)
+    world.set_up()
+    world.finished.add("replica-0#0")
+    with pytest.raises(EngineError, match=r"rollout replica-0 died once\n"):
+        world.end(0)
+
+
 def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(monkeypatch)
     world.set_up()
@@ -214,7 +227,7 @@ def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: 
     world.end(2)
     assert world.logged[-1] == "scale: rollout replica-2 has left (killed); 0 prompts go to others; 1 replicas run"
     assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
-    assert world.replicas.scale(1).startswith("replica-3"), "one that does not run yet leaves first, at once"
+    assert world.replicas.scale(1) == "replica-3 left at once", "one that does not run yet leaves first"
     assert StandInHandle.handles[3].killed and not world.replicas.are_being_set_up
 
 
