@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hwrl.run.config import Config
 from hwrl.run.report import Metrics
 from hwrl.run.report.bottleneck import BATCH_WAIT
 
@@ -43,6 +44,14 @@ class Throttle:
         self._most, self._batch, self._sleeps = staleness * batch_groups, batch_groups, sleeps
         self._window: list[Metrics] = []
         self.state = ThrottleState(self._most, 0)
+
+    @classmethod
+    def of(cls, config: Config, *, sleeps: bool) -> Throttle | None:
+        """Return the throttle of a run; None if it is not adaptive."""
+        if not config.async_training.adaptive:
+            return None
+        staleness = config.async_training.staleness_threshold
+        return cls(staleness=staleness, batch_groups=config.groups_per_version, sleeps=sleeps)
 
     def metrics(self) -> Metrics:
         """Return the present state for a line of metrics."""

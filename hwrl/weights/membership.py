@@ -150,7 +150,8 @@ def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
     """Withdraw the requests of a dead ``replica`` from the links ``names``: no sender waits for it after that.
 
     The process is dead, so it cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... count, too. Call
-    it before a replacement of the same name joins. Needs two round trips to the store for each request so far.
+    it before a replacement of the same name joins. Opens a connection to the store for each link. Needs one round trip
+    for each request so far, and two more for each one of the replica.
     """
     for name in names:
         channel = ControlChannel(store, name=name, payloads={})

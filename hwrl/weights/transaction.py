@@ -272,7 +272,8 @@ class Transaction:
     def _awaited(self, passed_s: float) -> list[int]:
         """Return the members to propose the version to, ``passed_s`` seconds after the first proposal.
 
-        Members that join again and again must not delay it: after a while only those are new that were seen ready.
+        After a second it leaves out new members that were never ready; after ``timeout_s``, all members that were never
+        ready.
         """
         link = self._link
         to = [one for one in link.membership.lacking(self._offer.content, self._offer.to) if one not in self._postponed]

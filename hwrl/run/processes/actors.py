@@ -112,6 +112,10 @@ class RestoredRun:
 # -- the ledger -----------------------------------------------------------------------------------------------------
 
 
+EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
+"""The ledger's state before the first prompt."""
+
+
 def make_ledger(config: Config) -> PromptLedger:
     """Return the prompt ledger of a run."""
     return PromptLedger(
