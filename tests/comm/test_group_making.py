@@ -1,6 +1,7 @@
 """Whether a standalone group is made is one decision for all of its ranks."""
 
 import gc
+from functools import partial
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_a_rank_that_comes_too_late_to_a_group_is_told_so_at_once(first: int) ->
     store = serve_store()
     for rank, timeout_s in ((first, 0.1), (1 - first, 60.0)):
         with pytest.raises(CommTimeoutError, match=f"of 2 ranks, these did not come .*: {1 - first}\n"):
-            beside(lambda rank=rank, timeout_s=timeout_s: _make(store, rank, timeout_s=timeout_s))()  # type: ignore[misc]
+            beside(partial(_make, store, rank, timeout_s=timeout_s))()
 
 
 def test_a_group_that_is_made_cannot_be_called_off() -> None:

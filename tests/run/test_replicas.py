@@ -81,6 +81,17 @@ class World:
         self.replicas.start_due()
 
 
+def stand_in_devices(replicas: int, awaiting: set[str]) -> SimpleNamespace:
+    """Return devices for so many ``replicas``; Ray may have none for those in ``awaiting``."""
+    return SimpleNamespace(
+        replicas=[f"replica-{index}" for index in range(replicas)],
+        ray_options=lambda name: {},
+        may_wait=awaiting.__contains__,
+        count_waiting=ignore,
+        **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
+    )
+
+
 def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, **rollout: Any) -> World:
     """Return the replicas of a run, whose starts have these errors. A set-up may take 0.1 s."""
     monkeypatch.setattr("hwrl.run.fleet.replicas.ReplicaHandle", StandInHandle)
@@ -105,13 +116,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     withdrawn: list[str] = []
     finished: set[str] = set()
     awaiting: set[str] = set()
-    devices = SimpleNamespace(
-        replicas=[f"replica-{index}" for index in range(config.rollout.replicas)],
-        ray_options=lambda name: {},
-        may_wait=awaiting.__contains__,
-        count_waiting=ignore,
-        **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
-    )
+    devices = stand_in_devices(config.rollout.replicas, awaiting)
     ledger = SimpleNamespace(
         handle=None,
         forget=lambda replica_id: ForgottenReplica(0, replica_id in finished),

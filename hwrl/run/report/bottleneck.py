@@ -14,7 +14,7 @@ BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
 BATCH_WAIT = "perf/batch_wait_s"
 """The metric of the seconds between the request for a batch and the batch."""
 _EQUAL = 0.05
-"""Shares that differ by less than this are equal: the window ends inside a replica's work."""
+"""Shares with a smaller difference are equal: the window ends inside a replica's work."""
 
 Side = Literal["trainer", "rollout"]
 
@@ -53,7 +53,7 @@ class BusyShares:
 
 
 def describe_waits(lines: Sequence[Metrics]) -> str | None:
-    """Return for which share of the steps of ``lines`` each side waited for the other; None without a step's time."""
+    """Return the shares of the waits of both sides in the steps of ``lines``; None without a step's time."""
     waits = _shares(lines, [BATCH_WAIT], ["rollout/idle_s"])
     if waits is None:
         return None
