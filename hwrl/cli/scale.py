@@ -11,9 +11,7 @@ HELP = "let rollout replicas join or leave a run while it goes on"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("dir", type=Path, metavar="RUN_DIR", help="the directory of a run that runs now")
-    parser.add_argument(
-        "--replicas", type=_count, required=True, metavar="N", help="replicas that shall run, 1 to 4096"
-    )
+    parser.add_argument("--replicas", type=_count, required=True, metavar="N", help="replicas that shall run")
     parser.add_argument("--timeout-s", type=float, default=30.0, metavar="S", help="how long to wait for its answer")
 
 
@@ -26,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 4096")
+    from hwrl.run.config import MOST_PROCESSES
+
+    if not text.isdigit() or not 0 < int(text) <= MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_PROCESSES}")
     return int(text)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import translated
-from hwrl.comm.group import CALLED_OFF, TorchGroup, make_standalone_group
+from hwrl.comm.group import CALLED_OFF, DECISION, TorchGroup, make_standalone_group
 from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import store_failures
 from hwrl.discovery import backend_or_default
@@ -95,10 +95,11 @@ def forget_group(store: Store, *, name: str) -> None:
 def call_off_group(store: Store, *, name: str) -> None:
     """End the making of the standalone group ``name``: ranks that wait for others raise CommAbortedError.
 
-    They do so within a fifth of a second. Any thread or process may call this. If all ranks have come, it does nothing.
+    They do so within a fifth of a second. Any thread or process may call this. If all ranks have come, it does nothing:
+    either every rank makes the group, or none does.
     """
     with store_failures():
-        store.set(f"group/{name}/{CALLED_OFF}", "")
+        store.compare_set(f"group/{name}/{DECISION}", "", CALLED_OFF)
 
 
 def _required(value: int | None, name: str) -> int:

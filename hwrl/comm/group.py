@@ -14,14 +14,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import missing_ranks, translated
 from hwrl.comm.staged import collectives_of
-from hwrl.comm.store import await_keys, pause
+from hwrl.comm.store import await_keys, pause, store_failures
 from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
 
+DECISION = "decision"
+"""The key whose first value says for all ranks whether a group is made: its name in torch, or why it is not made."""
 CALLED_OFF = "called off"
-"""The key of a group that is not to be made."""
-_LOOK_S = 0.2  # how often ranks that wait for others look at that key
+_MADE, _MISSING = "made", "missing"
+_LOOK_S = 0.2  # how often rank 0 looks at that key while it waits for the others
 
 
 class TorchPending(Pending):
@@ -259,29 +261,34 @@ def make_standalone_group(
 
 def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:
     """Wait for all ranks; return the group's name in torch. It is unique: torch takes a name once per process."""
-    if store.add(f"in/{rank}", 1) > 1:
-        raise CommError(
-            f"rank {rank} of group {name!r} is taken",
-            why="a process has already come under this rank and name on this store",
-            fix="give each rank to one process, and each new group a new name",
-        )
-    if rank == 0:
-        store.set("called", f"{name}-{uuid.uuid4().hex}")
-    _wait_for_peers(store, size=size, name=name, timeout_s=timeout_s)
-    return store.get("called").decode()
+    with store_failures():
+        if store.add(f"in/{rank}", 1) > 1:
+            raise CommError(
+                f"rank {rank} of group {name!r} is taken",
+                why="a process has already come under this rank and name on this store",
+                fix="give each rank to one process, and each new group a new name",
+            )
+        decision = _decide(store, rank=rank, size=size, name=name, timeout_s=timeout_s)
+    if decision == CALLED_OFF:
+        raise CommAbortedError(f"cannot make group {name!r}", why="a peer called it off", fix="make a new group")
+    kind, _, detail = decision.partition(" ")
+    if kind == _MISSING:
+        ranks = [int(peer) for peer in detail.split(",")]
+        raise missing_ranks(f"cannot make group {name!r}", ranks, size=size, timeout_s=timeout_s)
+    return detail
 
 
-def _wait_for_peers(store: Store, *, size: int, name: str, timeout_s: float) -> None:
-    """Wait for all ranks to come, or until a peer calls the group off."""
+def _decide(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:
+    """Wait for the decision, and return it. Rank 0 decides when all ranks have come; any rank does after a timeout."""
+    arrivals = tuple(f"in/{peer}" for peer in range(size))
+    awaited = arrivals if rank == 0 else (DECISION,)
     deadline = time.monotonic() + timeout_s
-    missing = tuple(f"in/{peer}" for peer in range(size))
     while True:
-        left_s = deadline - time.monotonic()
-        missing = await_keys(store, missing, timeout_s=min(_LOOK_S, left_s))
-        if not missing:
-            return
-        if store.check([CALLED_OFF]):
-            raise CommAbortedError(f"cannot make group {name!r}", why="a peer called it off", fix="make a new group")
-        if left_s <= _LOOK_S:
-            ranks = [int(key.removeprefix("in/")) for key in missing]
-            raise missing_ranks(f"cannot make group {name!r}", ranks, size=size, timeout_s=timeout_s)
+        awaited = await_keys(store, awaited, timeout_s=min(_LOOK_S, deadline - time.monotonic()))
+        if not awaited or time.monotonic() >= deadline or store.check([DECISION]):
+            break
+    if awaited and rank > 0:
+        awaited = await_keys(store, arrivals, timeout_s=0.0) or arrivals[:1]  # rank 0 came, but decided nothing
+    absent = ",".join(key.removeprefix("in/") for key in awaited)
+    proposal = f"{_MISSING} {absent}" if awaited else f"{_MADE} {name}-{uuid.uuid4().hex}"
+    return store.compare_set(DECISION, "", proposal).decode()  # the decision, if there is one already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import os
 import socket
 import struct
@@ -16,9 +17,12 @@ _TCP_MD5SIG_EXT = 32
 _ANY_PEER_NBYTES, _LONGEST_KEY_NBYTES = 128, 80
 _FOR_ALL_PEERS = (1, 0)  # the flag "for a network", and the length of the network's prefix
 _FIRST_TRY_S, _LONGEST_TRY_S = 0.1, 3.0
-_PROBE_S = 0.2
+_STORE_PROBE_S, _KERNEL_PROBE_S = 0.2, 0.05
 _LOST_AFTER_S = 120
-"""A store on a machine that vanished is lost then. When the machine is back, its refusal has no signature."""
+"""After so many seconds without an answer a connection is lost.
+
+A restarted machine cannot refuse it sooner: its refusal is not signed.
+"""
 _OPEN = "open"
 _OPEN_VARIABLE = "HWRL_OPEN_STORE"
 
@@ -35,6 +39,13 @@ class KeyedAddress(NamedTuple):
 
     def __repr__(self) -> str:
         return f"KeyedAddress({self.place})"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of the same machine reach this address."""
+        with contextlib.suppress(ValueError):  # a name
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
 
     @property
     def place(self) -> str:
@@ -93,7 +104,7 @@ def _why_open() -> str | None:
         try:
             require_key(listener, "key")
             listener.listen()
-            stranger.settimeout(_PROBE_S / 4)
+            stranger.settimeout(_KERNEL_PROBE_S)
             stranger.connect(listener.getsockname())
         except TimeoutError:
             return None
@@ -146,7 +157,7 @@ def _connect(address: KeyedAddress, *, timeout_s: float, key: str) -> socket.soc
 def _why_silent(address: KeyedAddress) -> str:
     """Say what a connection without a key tells: a closed store is silent for it."""
     try:
-        with contextlib.closing(_connect(address, timeout_s=_PROBE_S, key=_OPEN)):
+        with contextlib.closing(_connect(address, timeout_s=_STORE_PROBE_S, key=_OPEN)):
             return "what listens there does not know the key"
     except TimeoutError:
         return "either it has another key, or a firewall or an address translation is on the way"

@@ -15,10 +15,12 @@ def process_sockets() -> Iterator[tuple[int, socket.socket]]:
     """
     for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):  # closing a file's duplicate drops the process's locks
+                continue
             copy = os.dup(descriptor)
         except OSError:  # closed meanwhile
             continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # the number got another file in between
             os.close(copy)
             continue
         with socket.socket(fileno=copy) as mine:

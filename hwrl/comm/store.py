@@ -152,7 +152,7 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
 def is_on_loopback(store: Store) -> bool:
     """Return whether ``store`` is served on a loopback address: then all processes that use it are on this machine."""
     dialer = _dialer_of(store)
-    return dialer is not None and dialer.address.host.startswith(("127.", "::1", "localhost"))
+    return dialer is not None and dialer.address.is_loopback
 
 
 def _dialer_of(store: Store) -> Dialer | None:

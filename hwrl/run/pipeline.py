@@ -23,7 +23,7 @@ from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local, sampling_warning
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
+from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.processes.answers import Answer
 from hwrl.run.report import Metrics, RecordedView, RunReport, StepRates, View
 from hwrl.run.report.bottleneck import BATCH_WAIT
@@ -76,7 +76,7 @@ class Pipeline:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
-        self._throttle = _throttle_of(config)
+        self._throttle = Throttle.of(config, sleeps=config.rollout.free_cache_engine)
         self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
         self._started_s = 0.0
@@ -146,7 +146,7 @@ class Pipeline:
         found = self._fleet.trainers.restore() if resume else None
         self.step = self._saved_step = 0 if found is None else found.step
         self._first_step = self.step + 1
-        ledger = _EMPTY_LEDGER if found is None else found.ledger
+        ledger = EMPTY_LEDGER if found is None else found.ledger
         self._fleet.ledger.load_state_dict(ledger, self._fleet.trainers.incarnation)
         if resume:
             self._log_restored(found)
@@ -392,15 +392,6 @@ class Pipeline:
 
 _EVALUATION_TRIES = 3
 """How often an evaluation of the last weights may begin."""
-_EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
-"""The ledger's state before the first prompt."""
-
-
-def _throttle_of(config: Config) -> Throttle | None:
-    if not config.async_training.adaptive:
-        return None
-    staleness, sleeps = config.async_training.staleness_threshold, config.rollout.free_cache_engine
-    return Throttle(staleness=staleness, batch_groups=config.groups_per_version, sleeps=sleeps)
 
 
 def _is_due(step: int, every: int) -> bool:

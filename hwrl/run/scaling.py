@@ -17,19 +17,18 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS, find_owner
 from hwrl.errors import HwrlError, RunDirectoryError
-from hwrl.run.config import RUN_CONFIG
+from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
 
 _REQUEST, _ANSWER = "scale_request.json", "scale_answer.json"
 _MOST_NBYTES = 1 << 16
-_MOST_REPLICAS = 4096
 _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """A request for so many ``replicas``. ``number`` names it."""
+    """A request for so many ``replicas``."""
 
-    number: str
+    request_id: str
     replicas: int
 
 
@@ -50,15 +49,15 @@ class ScaleRequests:
             return None
         with suppress(OSError):
             path.unlink()
-        replicas = found.get("replicas")
-        if type(replicas) is not int or not 0 < replicas <= _MOST_REPLICAS or not isinstance(found.get("number"), str):
+        replicas, request_id = found.get("replicas"), found.get("request_id")
+        if type(replicas) is not int or not 0 < replicas <= MOST_PROCESSES or not isinstance(request_id, str):
             return None
-        return ScaleRequest(found["number"], replicas)
+        return ScaleRequest(request_id, replicas)
 
     def answer(self, request: ScaleRequest, *, text: str = "", error: HwrlError | None = None) -> None:
         """Tell the sender of ``request`` its outcome. If that cannot be written, the sender learns nothing."""
         parts = None if error is None else {"what": error.what, "why": error.why, "fix": error.fix}
-        _try_to_write(self._directory / _ANSWER, {"number": request.number, "text": text, "error": parts})
+        _try_to_write(self._directory / _ANSWER, {"request_id": request.request_id, "text": text, "error": parts})
 
 
 def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0) -> str:
@@ -94,15 +93,9 @@ def _check_runs(directory: Path) -> None:
 
 def _wait_for_answer(directory: Path, request: ScaleRequest, timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
-    while (answer := _read(directory / _ANSWER)) is None or answer.get("number") != request.number:
+    while (answer := _read(directory / _ANSWER)) is None or answer.get("request_id") != request.request_id:
         if time.monotonic() > deadline_s:
-            with suppress(OSError):
-                (directory / _REQUEST).unlink()
-            raise RunDirectoryError(
-                f"the run in {directory} has not answered",
-                why=f"it did not take the request within {timeout_s:g} s; it may still be starting",
-                fix="look at its log, and try again; the request is withdrawn",
-            )
+            raise _withdraw(directory, timeout_s)
         time.sleep(_LOOK_S)
     error = answer.get("error")
     if isinstance(error, dict):
@@ -110,6 +103,18 @@ def _wait_for_answer(directory: Path, request: ScaleRequest, timeout_s: float) -
             f"the run refuses: {error.get('what')}", why=str(error.get("why")), fix=str(error.get("fix"))
         )
     return str(answer.get("text"))
+
+
+def _withdraw(directory: Path, timeout_s: float) -> RunDirectoryError:
+    """Withdraw the request if the run has not taken it; return the error for either case."""
+    why = f"it did not take the request within {timeout_s:g} s; it may still be starting"
+    fix = "look at its log, and try again; the request is withdrawn"
+    try:
+        (directory / _REQUEST).unlink()
+    except FileNotFoundError:
+        why = f"it has taken the request, but did not answer within {timeout_s:g} s"
+        fix = "look at its log for the outcome"
+    return RunDirectoryError(f"the run in {directory} has not answered", why=why, fix=fix)
 
 
 def _encode(content: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hwrl.run.config import Config
 from hwrl.run.report import Metrics
 from hwrl.run.report.bottleneck import BATCH_WAIT
 
@@ -44,6 +45,14 @@ class Throttle:
         self._window: list[Metrics] = []
         self.state = ThrottleState(self._most, 0)
 
+    @classmethod
+    def of(cls, config: Config, *, sleeps: bool) -> Throttle | None:
+        """Return the throttle of a run; None if it is not adaptive."""
+        if not config.async_training.adaptive:
+            return None
+        staleness = config.async_training.staleness_threshold
+        return cls(staleness=staleness, batch_groups=config.groups_per_version, sleeps=sleeps)
+
     def metrics(self) -> Metrics:
         """Return the present state for a line of metrics."""
         return {"throttle/lead_versions": self.state.lead_groups / self._batch, "throttle/asleep": self.state.asleep}
@@ -58,7 +67,9 @@ class Throttle:
         if len(self._window) < _WINDOW_STEPS:
             return False
         wall_s = max(self._sum("perf/step_s"), 1e-9)
-        awake = max(1, replicas - self.state.asleep)
+        asleep = min(self.state.asleep, max(0, replicas - 1))  # replicas may have left
+        self.state = self.state._replace(asleep=asleep)
+        awake = max(1, replicas - asleep)
         busy_s = self._sum("rollout/generate_s") + self._sum("rollout/update_s")
         self.state = self._decide(self._sum(BATCH_WAIT) / wall_s, busy_s / wall_s, awake)
         self._window.clear()

@@ -108,8 +108,8 @@ class WeightIntake:
         return taken
 
     def abort(self) -> None:
-        """End all operations under way."""
-        for end in self._ends.values():
+        """End all operations under way. Any thread may call this."""
+        for end in list(self._ends.values()):
             end.abort()
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from typing import NamedTuple
 
 from hwrl.comm import Store
 from hwrl.weights.control import ControlChannel
@@ -16,6 +17,16 @@ _LATE = 100
 """A join request still incomplete after so many newer ones is never completed: its process died."""
 
 _log = logging.getLogger("hwrl.weights")
+
+
+class Postponed(NamedTuple):
+    """New members that missed a version: the names of those that get a later one, and the ``silent`` numbers.
+
+    The silent ones have missed versions for too long.
+    """
+
+    names: list[str]
+    silent: list[int]
 
 
 class Membership:
@@ -103,14 +114,13 @@ class Membership:
         with self._lock:
             return {member for member in members if member not in self.served} if self.served else set()
 
-    def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> list[int]:
-        """Note that new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.
-
-        Return those that have missed versions for ``limit_s`` seconds.
-        """
+    def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> Postponed:
+        """Note that new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock."""
         with self._lock:
             first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
-            return [member for member, began_s in first_s.items() if time.monotonic() - began_s >= limit_s]
+            now_s = time.monotonic()
+            silent = [member for member, began_s in first_s.items() if now_s - began_s >= limit_s]
+            return Postponed([self.members[member] for member in first_s if member not in silent], silent)
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""
@@ -140,7 +150,8 @@ def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
     """Withdraw the requests of a dead ``replica`` from the links ``names``: no sender waits for it after that.
 
     The process is dead, so it cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... count, too. Call
-    it before a replacement of the same name joins. Needs two round trips to the store for each request so far.
+    it before a replacement of the same name joins. Opens a connection to the store for each link. Needs one round trip
+    for each request so far, and two more for each one of the replica.
     """
     for name in names:
         channel = ControlChannel(store, name=name, payloads={})

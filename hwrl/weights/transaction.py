@@ -272,7 +272,8 @@ class Transaction:
     def _awaited(self, passed_s: float) -> list[int]:
         """Return the members to propose the version to, ``passed_s`` seconds after the first proposal.
 
-        Members that join again and again must not delay it: after a while only those are new that were seen ready.
+        After a second it leaves out new members that were never ready; after ``timeout_s``, all members that were never
+        ready.
         """
         link = self._link
         to = [one for one in link.membership.lacking(self._offer.content, self._offer.to) if one not in self._postponed]
@@ -316,9 +317,10 @@ class Transaction:
             self._seen |= sending.seen
             silent: Sequence[int] = late
             if new.issuperset(late):
-                silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
-                self._postpone([member for member in late if member not in silent])
-                self._postponed.update(silent)
+                names, silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
+                self._postponed.update(late)
+                for name in names:
+                    _log.warning("version %s goes out without the new receiver %r", self._offer.version, name)
             self._exclude(silent, f"it did not come to receive within {timeout_s:g} s")
             if not late:
                 self._link.membership.note_at_risk(proposal.to)
@@ -328,12 +330,6 @@ class Transaction:
             return False
         self._link.forget_proposals_before(proposal)
         return True
-
-    def _postpone(self, late: Sequence[int]) -> None:
-        names = self._link.membership.members
-        if waited_for := ", ".join(repr(names[member]) for member in late if member in names):
-            _log.warning("version %s goes out without the new receiver %s", self._offer.version, waited_for)
-        self._postponed.update(late)
 
     def _send_and_decide(self, sending: SenderRound, reader: TensorReader) -> bool:
         """Transfer the tensors, collect the votes, and decide."""

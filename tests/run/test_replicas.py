@@ -13,6 +13,7 @@ from hwrl.errors import EngineError, InputChangedError
 from hwrl.run.config import parse_config
 from hwrl.run.fleet.replicas import Replicas
 from hwrl.run.fleet.restarts import RestartPlan
+from hwrl.run.processes.actors import ForgottenReplica
 
 
 class StandInHandle:
@@ -62,6 +63,8 @@ class World:
     finished: set[str]
     """The replica ids that have handed in a prompt."""
     clock: SimpleNamespace
+    awaiting: set[str]
+    """The replicas that Ray may have no devices for."""
 
     def set_up(self) -> None:
         """Let all replicas that are being set up run."""
@@ -76,6 +79,17 @@ class World:
         """Let so much time pass."""
         self.clock.now_s += seconds
         self.replicas.start_due()
+
+
+def stand_in_devices(replicas: int, awaiting: set[str]) -> SimpleNamespace:
+    """Return devices for so many ``replicas``; Ray may have none for those in ``awaiting``."""
+    return SimpleNamespace(
+        replicas=[f"replica-{index}" for index in range(replicas)],
+        ray_options=lambda name: {},
+        may_wait=awaiting.__contains__,
+        count_waiting=ignore,
+        **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
+    )
 
 
 def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, **rollout: Any) -> World:
@@ -101,28 +115,28 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     logged: list[str] = []
     withdrawn: list[str] = []
     finished: set[str] = set()
-    devices = SimpleNamespace(
-        replicas=[f"replica-{index}" for index in range(config.rollout.replicas)],
-        ray_options=lambda name: {},
-        may_wait=False,
-        count_waiting=ignore,
-        **dict.fromkeys(["check_report", "forget", "check_growth", "add_replica", "remove_replica"], ignore),
-    )
+    awaiting: set[str] = set()
+    devices = stand_in_devices(config.rollout.replicas, awaiting)
     ledger = SimpleNamespace(
-        handle=None, forget=ignore, expire_overdue=list, has_finished=lambda replica_id: replica_id in finished
+        handle=None,
+        forget=lambda replica_id: ForgottenReplica(0, replica_id in finished),
+        expire_overdue=list,
+    )
+    monitor = SimpleNamespace(
+        watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0, is_up=lambda name: False
     )
     replicas = Replicas(
         config,
         devices=cast(Any, devices),
         ledger=cast(Any, ledger),
-        monitor=cast(Any, SimpleNamespace(watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0)),
+        monitor=cast(Any, monitor),
         setup_of=ignore,
         seed=1,
         withdraw=withdrawn.append,
         log=cast(Any, lambda text, *, kind: logged.append(f"{kind}: {text}")),
     )
     replicas.start()
-    return World(replicas, logged, withdrawn, finished, clock)
+    return World(replicas, logged, withdrawn, finished, clock, awaiting)
 
 
 def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +151,19 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
     assert replicas.refused and not replicas.are_being_set_up and replicas.answers == []
     with pytest.raises(InputChangedError, match="changed during the run"):
         replicas.raise_refusal()
+
+
+def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, replicas=2)
+    world.set_up()
+    world.awaiting.add("replica-1")
+    world.end(0)
+    world.end(1)
+    time.sleep(0.12)  # the limit itself, not a wait for something
+    world.replicas.restart_late()
+    assert [handle.killed for handle in StandInHandle.handles] == [True, True, True, False]
 
 
 def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
@@ -180,6 +207,16 @@ def test_too_few_replicas_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         world.end(1)
 
 
+def test_a_replica_that_may_not_restart_is_not_said_to_have_finished_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, max_restarts=0)
+    world.set_up()
+    world.finished.add("replica-0#0")
+    with pytest.raises(EngineError, match=r"rollout replica-0 died once\n"):
+        world.end(0)
+
+
 def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(monkeypatch)
     world.set_up()
@@ -195,7 +232,7 @@ def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: 
     world.end(2)
     assert world.logged[-1] == "scale: rollout replica-2 has left (killed); 0 prompts go to others; 1 replicas run"
     assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
-    assert world.replicas.scale(1).startswith("replica-3"), "one that does not run yet leaves first, at once"
+    assert world.replicas.scale(1) == "replica-3 left at once", "one that does not run yet leaves first"
     assert StandInHandle.handles[3].killed and not world.replicas.are_being_set_up
 
 

@@ -67,10 +67,14 @@ def test_a_process_of_a_lost_node_gets_free_devices_of_another(
     devices = RunDevices(config, get_backend())
     before = [devices.ray_options(f"replica-{index}") for index in range(3)]
     assert all(options["num_cpus"] == 2 and "scheduling_strategy" in options for options in before)
+    devices.add_replica("replica-3")
+    assert [devices.may_wait(f"replica-{index}") for index in range(4)] == [False, False, False, True]
+    assert devices.count_waiting(["replica-0", "replica-3"]) == 1, "replica-0 has its reservation"
     two_machines.remove_node(two_machines.list_all_nodes()[1], allow_graceful=False)
     while sum(node["Alive"] for node in ray.nodes()) > 1:  # Ray notices it a moment later
         time.sleep(0.05)
     after = [devices.ray_options(f"replica-{index}") for index in range(3)]
     moved = [options for options in after if "scheduling_strategy" not in options]
     assert moved in ([{"num_cpus": 2}], [{"num_cpus": 2}] * 2), "one replica was on it, or two: the nodes have no order"
+    assert [devices.may_wait(f"replica-{index}") for index in range(3)] == [one in moved for one in after]
     devices.close()

@@ -20,6 +20,7 @@ class StandInReplica:
 
     def __init__(self) -> None:
         self.parts: list[int] = []
+        self.leaving = False
         self.answer: Future[Evaluation | None] = Future()
 
     def evaluate(self, part: int, parts: int) -> Future[Evaluation | None]:
@@ -39,7 +40,8 @@ def _answers_are_futures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 60.0) -> SpreadEvaluation:
-    return SpreadEvaluation(lambda: cast(Any, replicas), limit_s=limit_s)
+    staying = lambda: [name for name, one in replicas.items() if not one.leaving]  # noqa: E731 - a call with the names
+    return SpreadEvaluation(lambda: cast(Any, replicas), staying=staying, limit_s=limit_s)
 
 
 def test_each_replica_gets_a_part_and_the_parts_are_joined() -> None:
@@ -54,6 +56,22 @@ def test_each_replica_gets_a_part_and_the_parts_are_joined() -> None:
     evaluation.poll()
     whole = evaluation.result()
     assert evaluation.is_over and whole is not None and (whole.version, len(whole.prompts)) == (2, 2)
+
+
+def test_a_replica_that_leaves_finishes_its_part_and_gets_no_other() -> None:
+    replicas = {name: StandInReplica() for name in ("leaves", "dies", "stays")}
+    evaluation = spread(replicas)
+    replicas["leaves"].leaving = True
+    replicas["dies"].answer.set_exception(RayActorError())
+    replicas["leaves"].finish()
+    evaluation.poll()
+    assert [one.parts for one in replicas.values()] == [[0], [1], [2]]
+    replicas["stays"].finish()
+    evaluation.poll()
+    replicas["stays"].finish()
+    evaluation.poll()
+    whole = evaluation.result()
+    assert evaluation.is_over and whole is not None and len(whole.prompts) == 3
 
 
 @pytest.mark.parametrize("error", [RayActorError(), ENDED, None], ids=["died", "ended", "gone"])

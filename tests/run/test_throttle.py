@@ -55,6 +55,15 @@ def test_idle_replicas_fall_asleep_while_the_others_have_room_and_wake_when_they
     assert decide(throttle, wait=0.2, busy=2.0) == ThrottleState(8, 0), "the lead is at its bound"
 
 
+def test_it_wakes_a_replica_soon_after_replicas_have_left() -> None:
+    throttle = Throttle(staleness=1, batch_groups=8, sleeps=True)
+    for _ in range(5):
+        decide(throttle, wait=0.0, busy=0.5, replicas=8)
+    assert throttle.state.asleep == 5
+    assert decide(throttle, wait=0.2, busy=0.95, replicas=4).asleep == 2, "one of 4 was awake, so 3 were asleep"
+    assert decide(throttle, wait=0.03, busy=0.5, replicas=1).asleep == 0
+
+
 def simulated(directory: Path, *, adaptive: bool, train_token_s: float) -> SimulatedRun:
     (directory / "config.yaml").write_text(
         f"dir: {directory}/run\nmodel: {{path: {directory}/model}}\ndata: {{train: {directory}/t.jsonl}}\n"

@@ -175,15 +175,22 @@ def test_members_are_read_under_their_lock_only(store: Store) -> None:
             assert lock._is_owned(), "another thread may change them meanwhile"  # type: ignore[attr-defined]  # the stubs lack it
             return super().items()
 
+        def __getitem__(self, member: int) -> str:
+            assert lock._is_owned(), "another thread may remove it meanwhile"  # type: ignore[attr-defined]  # as above
+            return super().__getitem__(member)
+
         values = items
 
-    with sender_of(store) as sender, receiver_of(store, "a"):
+    with sender_of(store) as sender, receiver_of(store, "a") as a:
         lock = sender._membership._lock
         sender._membership.members = Guarded()
         sender.wait_for_receivers(["a"])
         assert sender.joiners() == sender.receivers() == ("a",)
         with pytest.raises(CommTimeoutError):
             sender.wait_for_receivers(2, timeout_s=0.0)
+        exchange(sender, [a], 1)
+        with receiver_of(store, "late"):
+            exchange(sender, [a], 2)  # goes out without it
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -315,6 +322,36 @@ def test_a_receive_is_cancelled_while_it_connects(store: Store, monkeypatch: pyt
         waiting = beside(a.receive)  # joins again
         sender.wait_for_receivers(["a"])
         assert sender.publish(1, model_of(1)).receivers == 1 and waiting().version == 1
+
+
+def test_a_receive_that_waits_to_connect_with_a_hung_peer_is_cancelled_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    class Hanging(Lanes):
+        def __init__(self, *args: Any, rank: int, **options: Any) -> None:
+            assert rank != 2 or goes_on.wait(60.0)
+            super().__init__(*args, rank=rank, **options)
+
+    monkeypatch.setattr(device, "Lanes", Hanging)
+    with (
+        sender_of(store, timeout_s=60.0) as sender,
+        receiver_of(store, "a") as a,
+        receiver_of(store, "b") as b,
+    ):
+        waiting, hanging = beside(a.receive), beside(b.receive)
+        sender.wait_for_receivers(["a", "b"])
+        publishing, deadline = beside(lambda: sender.publish(1, model_of(1))), time.monotonic() + SOON_S
+        while not any(key.endswith("/in/1") for key in store.list_keys()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        a.cancel()
+        with pytest.raises(CommAbortedError, match="the receive was cancelled"):
+            waiting()
+        assert time.monotonic() - begin < SOON_S
+        goes_on.set()
+        assert publishing().receivers == 1 and hanging().version == 1
 
 
 def test_a_removal_at_the_last_moment_excludes_nobody_else(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

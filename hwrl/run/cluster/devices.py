@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
@@ -61,8 +61,6 @@ class RunDevices:
         self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
         self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
         self._resource, self._divided = resource, divided
-        self.may_wait = not is_local()
-        """Whether a replica that joins may have to wait for devices."""
         self._first_replicas = dict(self.replicas)  # Ray holds their devices for them to the end
         self._only_node = nodes[0].number if len(nodes) == 1 else None
         self._reports = DeviceReports([*self.ranks, *self.replicas])
@@ -124,12 +122,14 @@ class RunDevices:
                 fix="end the run, and resume it with another rollout.replicas",
             )
 
-    def count_waiting(self, replicas: int) -> int:
-        """Return how many of ``replicas`` further replicas Ray has no free devices for at this moment."""
-        if is_local():
-            return 0
-        fits = sum(node.devices // self._width for node in free_nodes(self._resource))
-        return max(0, replicas - fits)
+    def may_wait(self, name: str) -> bool:
+        """Return whether the replica ``name`` may have to wait until Ray has devices for it."""
+        return not is_local() and self._bundle_of(name) is None
+
+    def count_waiting(self, names: Collection[str]) -> int:
+        """Return how many of the replicas ``names``, about to start, Ray has no free devices for at this moment."""
+        waiting = sum(map(self.may_wait, names))
+        return waiting and max(0, waiting - sum(node.devices // self._width for node in free_nodes(self._resource)))
 
     @property
     def counts(self) -> DeviceCounts:
@@ -158,24 +158,34 @@ class RunDevices:
 
     def ray_options(self, process: str) -> dict[str, Any]:
         """Return Ray's options for the actor of ``process``: its devices, and its backend's environment variables."""
-        reservation, assignment = self._reservation(process), self.plan.assignment
+        reservation, bundle = self._reservation(process), self._bundle_of(process)
         options = self._backend.devices.ray_options(reservation.share * len(reservation.devices))
-        if process not in self.ranks and process not in self._first_replicas:
+        if self._is_late(process):
             options = self._late_options(options)
-        elif self._group is not None and not self._is_on_lost_node(reservation):
-            bundle = assignment.bundles.index(reservation.devices)
+        elif bundle is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
         variables = process_env(
             "trainer" if process in self.ranks else "rollout",
             exports_memory=process in self.ranks and self.plan.transport == "ipc",
-            shares_device=assignment.shared,
+            shares_device=self.plan.assignment.shared,
             devices=self.devices_of(process).indices,
         )
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
+    def _is_late(self, process: str) -> bool:
+        """Return whether ``process`` is a replica that joined the run: it is not in the group of the start."""
+        return process not in self.ranks and process not in self._first_replicas
+
+    def _bundle_of(self, process: str) -> int | None:
+        """Return the bundle of the group that Ray holds for ``process``; None if Ray must find devices for it."""
+        if self._group is None or self._is_late(process):
+            return None
+        reservation = self._reservation(process)
+        return None if self._is_on_lost_node(reservation) else self.plan.assignment.bundles.index(reservation.devices)
+
     def _late_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return Ray's options for a replica that joined the run: it is not in the group of the start."""
+        """Return Ray's options for a replica that joined the run."""
         if is_local():
             return options if self._divided else {"num_cpus": 0}  # the host's cores serve all processes
         if self.plan.transport == "device" or self._only_node is None:

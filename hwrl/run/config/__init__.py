@@ -14,10 +14,12 @@ from hwrl.run.config.report import TENSORBOARD
 from hwrl.run.config.schema import Config
 from hwrl.run.config.section import Section
 from hwrl.run.config.training import FSDP
+from hwrl.run.config.values import MOST_PROCESSES
 
 __all__ = [
     "EMBEDDED",
     "FSDP",
+    "MOST_PROCESSES",
     "RUN_CONFIG",
     "RUN_HEADER",
     "TENSORBOARD",

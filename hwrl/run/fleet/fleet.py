@@ -62,6 +62,7 @@ class Fleet:
             watch=self.watch,
             log=partial(log, kind="trainer"),
         )
+        links = (POLICY,) if config.model.lora is None else (POLICY, POLICY_BASE)
         self.replicas = Replicas(
             config,
             devices=self._devices,
@@ -69,13 +70,10 @@ class Fleet:
             monitor=self._monitor,
             setup_of=self._setup_of,
             seed=config.seed * 1_000_003 + _newest_step(config),
-            withdraw=partial(self._withdraw, links=(POLICY,) if config.model.lora is None else (POLICY, POLICY_BASE)),
+            withdraw=lambda replica: withdraw(self._store, names=links, replica=replica),
             log=log,
         )
         self._requests: ScaleRequests | None = None
-
-    def _withdraw(self, replica: str, *, links: Sequence[str]) -> None:
-        withdraw(self._store, names=links, replica=replica)
 
     def _setup_of(self, process: str) -> ProcessSetup:
         devices = self._devices.devices_of(process)
@@ -146,6 +144,9 @@ class Fleet:
         """
         self._check_processes()
         watched = dict.fromkeys([*answers, *self.replicas.answers])
+        if not watched:  # all replicas pause before a restart
+            time.sleep(POLL_S)
+            return []
         ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
         for answer in ready:
             self.replicas.handle_event(answer)

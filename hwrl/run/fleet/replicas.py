@@ -19,7 +19,7 @@ from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.restarts import RestartPlan
 from hwrl.run.fleet.run_ledger import RunLedger
 from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
-from hwrl.run.processes.actors import ProcessSetup
+from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
 from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
@@ -156,9 +156,8 @@ class Replicas:
         Raises EngineError if it is given up, and too few replicas are left.
         """
         replica = self._replicas[name]
-        finished = self._ledger.has_finished(replica.replica_id)
         place = self._monitor.locate(name)
-        lost = self._remove(name)
+        lost, finished = self._remove(name)
         if replica.is_leaving:
             self._devices.remove_replica(name)
             running = len(self._running())
@@ -181,18 +180,19 @@ class Replicas:
         """Go on without ``name``. Raises EngineError if too few replicas are left."""
         self._wanted.remove(name)
         self._devices.remove_replica(name)
-        deaths = self._config.rollout.max_restarts + 1
+        restarts = self._config.rollout.max_restarts
+        deaths = f"{restarts + 1} times in a row" if restarts else "once"
         if len(self._wanted) < self._least:
             raise EngineError(
-                f"rollout {name} died {deaths} times in a row, and finished no prompt",
+                f"rollout {name} died {deaths}{', and finished no prompt in between' if restarts else ''}",
                 why=reason,
                 fix="remove the cause, or raise rollout.max_restarts; with rollout.min_replicas the run goes on with "
                 "fewer replicas; resume=true continues the run",
             )
-        self._log_scale(f"{ended}; it died {deaths} times in a row and is given up: {len(self._wanted)} are left")
+        self._log_scale(f"{ended}; it died {deaths} and is given up: {len(self._wanted)} are left")
 
-    def _remove(self, name: str) -> int:
-        """End the replica ``name``; return the number of its prompts, which go to others."""
+    def _remove(self, name: str) -> ForgottenReplica:
+        """End the replica ``name``; its prompts go to others."""
         replica = self._replicas.pop(name)
         self._devices.forget(name)
         self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
@@ -221,8 +221,11 @@ class Replicas:
         names = sorted(self._wanted, key=lambda name: (self._is_running(name), -self._wanted.index(name)))
         for name in names[: before - count]:
             self._let_leave(name)
-        left = f"{', '.join(names[: before - count])} will leave when their prompts are finished"
-        return left if count < before else f"{count} replicas are already there"
+        gone = ", ".join(name for name in names[: before - count] if name not in self._replicas)
+        leaving = ", ".join(name for name in names[: before - count] if name in self._replicas)
+        told = [f"{gone} left at once"] if gone else []
+        told += [f"{leaving} will leave when their prompts are finished"] if leaving else []
+        return "; ".join(told) or f"{count} replicas are already there"
 
     def _add(self, count: int) -> str:
         taken = {*self._replicas, *self._wanted}
@@ -235,7 +238,7 @@ class Replicas:
                 for other in names[:done]:
                     self._devices.remove_replica(other)
                 raise
-        waiting = self._devices.count_waiting(count)
+        waiting = self._devices.count_waiting(names)
         for name in names:
             self._wanted.append(name)
             self._restarts.forget(name)
@@ -290,9 +293,9 @@ class Replicas:
         return late
 
     def _awaits_devices(self, name: str) -> bool:
-        """Return whether Ray has no devices yet for a replica that joined: it is not late."""
-        replica = self._replicas[name]
-        return self._devices.may_wait and not replica.is_first and not self._monitor.is_up(name)
+        """Return whether Ray may have no devices yet for a replica: it is not late."""
+        is_first, is_up = self._replicas[name].is_first, self._monitor.is_up(name)
+        return not is_first and not is_up and self._devices.may_wait(name)
 
     # -- changed inputs --------------------------------------------------------------------------------------------
 
@@ -313,9 +316,10 @@ class Replicas:
 
     def evaluate(self) -> SpreadEvaluation | None:
         """Let the running replicas share an evaluation; return None if no replica runs. Does not block."""
-        if not self._running_handles():
+        if not self.running:
             return None
-        self._evaluation = SpreadEvaluation(self._running_handles, limit_s=self._config.timeouts.evaluation_s)
+        limit_s = self._config.timeouts.evaluation_s
+        self._evaluation = SpreadEvaluation(self._running_handles, staying=self.running_ids, limit_s=limit_s)
         return self._evaluation
 
     def _running_handles(self) -> dict[str, ReplicaHandle]:
@@ -327,7 +331,7 @@ class Replicas:
         return len(self.running_ids())
 
     def running_ids(self) -> list[str]:
-        """Return the replica ids of the running replicas that do not leave, in the order of their names' age."""
+        """Return the replica ids of the running replicas that do not leave, the oldest name first."""
         present = [self._replicas[name] for name in self._wanted if self._is_running(name)]
         return [replica.replica_id for replica in present]
 

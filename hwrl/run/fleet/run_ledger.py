@@ -10,7 +10,7 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
-from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.processes.actors import BatchInfo, ForgottenReplica
 from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of, why_died
 from hwrl.run.processes.handles import LedgerHandle
 
@@ -47,12 +47,8 @@ class RunLedger:
         """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``parked`` replicas."""
         self._wait(self.handle.set_throttle(lead_groups, parked), "set_throttle")
 
-    def has_finished(self, replica_id: str) -> bool:
-        """Return whether a replica has handed in a prompt, and is not forgotten."""
-        return self._wait(self.handle.has_finished(replica_id), "has_finished")
-
-    def forget(self, replica_id: str) -> int:
-        """Take back all prompts of a dead replica; return their number. A replacement of it has another id."""
+    def forget(self, replica_id: str) -> ForgottenReplica:
+        """Take back all prompts of a dead replica. A replacement of it has another id."""
         return self._wait(self.handle.forget(replica_id), "forget")
 
     def expire_overdue(self) -> list[str]:

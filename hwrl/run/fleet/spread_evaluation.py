@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,15 +34,22 @@ class _StartedPart:
 
 
 class SpreadEvaluation:
-    """An evaluation in as many parts as replicas run. Each part goes to one replica.
+    """An evaluation in as many parts as replicas run and do not leave. Each part goes to one replica.
 
-    ``running`` returns the running replicas by their id, which names one life. If a replica dies, its part goes to
-    another one, three times at most. :meth:`poll` does all of this; call it now and then.
+    ``running`` returns the running replicas by their id, which names one life; ``staying`` returns the ids of those
+    that do not leave. If a replica dies, its part goes to another one, three times at most. :meth:`poll` does all of
+    this; call it now and then.
     """
 
-    def __init__(self, running: Callable[[], Mapping[str, ReplicaHandle]], *, limit_s: float) -> None:
-        self._running, self._limit_s = running, limit_s
-        self._parts = len(running())
+    def __init__(
+        self,
+        running: Callable[[], Mapping[str, ReplicaHandle]],
+        *,
+        staying: Callable[[], Sequence[str]],
+        limit_s: float,
+    ) -> None:
+        self._running, self._staying, self._limit_s = running, staying, limit_s
+        self._parts = len(staying())
         self._waiting = [_EvaluationPart(index) for index in range(self._parts)]
         self._working: dict[str, _StartedPart] = {}
         self._done: list[Evaluation] = []
@@ -75,7 +82,9 @@ class SpreadEvaluation:
             elif replica_id not in running:
                 del self._working[replica_id]
                 self._put_back(work.part)
-        for replica_id in running.keys() - self._working.keys():
+        for replica_id in self._staying():
+            if replica_id in self._working:
+                continue
             part = next((part for part in self._waiting if replica_id not in part.tried_by), None)
             if part is not None and not self._lost:
                 self._waiting.remove(part)

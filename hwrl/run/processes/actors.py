@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import HwrlError
@@ -112,6 +112,10 @@ class RestoredRun:
 # -- the ledger -----------------------------------------------------------------------------------------------------
 
 
+EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
+"""The ledger's state before the first prompt."""
+
+
 def make_ledger(config: Config) -> PromptLedger:
     """Return the prompt ledger of a run."""
     return PromptLedger(
@@ -124,6 +128,13 @@ def make_ledger(config: Config) -> PromptLedger:
         teaches=has_variance if config.algorithm.filter_groups else None,
         max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
     )
+
+
+class ForgottenReplica(NamedTuple):
+    """A dead replica: the number of its prompts that go to others, and whether it had handed in a prompt."""
+
+    lost: int
+    had_finished: bool
 
 
 class LedgerActor:
@@ -194,18 +205,14 @@ class LedgerActor:
         if replica_id not in self._forgotten:
             self._ledger.renew(leases, now_s=time.monotonic())
 
-    async def has_finished(self, replica_id: str) -> bool:
-        """Return whether a replica has handed in a prompt, and is not forgotten."""
-        return replica_id in self._replica_totals
-
-    async def forget(self, replica_id: str) -> int:
-        """Put back all prompts of a dead replica; return their number."""
+    async def forget(self, replica_id: str) -> ForgottenReplica:
+        """Put back all prompts of a dead replica."""
         async with self._changed:
             self._forgotten.add(replica_id)
             lost = self._ledger.forget_replica(replica_id)
-            self._replica_totals.pop(replica_id, None)
+            totals = self._replica_totals.pop(replica_id, None)
             self._changed.notify_all()
-            return lost
+            return ForgottenReplica(lost, had_finished=totals is not None)
 
     async def expire_overdue(self) -> list[str]:
         """Put back the prompts without progress; return the ids of the replicas that held them."""

@@ -19,6 +19,7 @@ from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.processes.actors import (
     BatchInfo,
+    ForgottenReplica,
     LedgerActor,
     ProcessSetup,
     Pulse,
@@ -136,13 +137,12 @@ class ReplicaHandle(ActorHandle):
 class LedgerHandle(ActorHandle):
     """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too.
 
-    The ledger runs on the driver's machine.
-
-    A ``replica_id`` names one life of a replica.
+    The ledger runs on the driver's machine, if Ray has room there. A ``replica_id`` names one life of a replica.
     """
 
     def __init__(self, config: Config) -> None:
-        # The run cannot outlive the driver's machine, but any other one: there the ledger would be one more risk.
+        # If the driver's machine is lost, the run ends anyway. On another machine the ledger would be one more thing to
+        # lose.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         super().__init__(LedgerActor, config, num_cpus=0, scheduling_strategy=here)
 
@@ -166,12 +166,8 @@ class LedgerHandle(ActorHandle):
         """Limit the lead of the replicas, and lease nothing to ``parked`` ones."""
         return _send(self._actor.set_throttle, lead_groups, parked)
 
-    def has_finished(self, replica_id: str) -> Answer[bool]:
-        """Return whether a replica has handed in a prompt."""
-        return _send(self._actor.has_finished, replica_id)
-
-    def forget(self, replica_id: str) -> Answer[int]:
-        """Take back all prompts of a dead replica; the answer is their number."""
+    def forget(self, replica_id: str) -> Answer[ForgottenReplica]:
+        """Take back all prompts of a dead replica."""
         return _send(self._actor.forget, replica_id)
 
     def expire_overdue(self) -> Answer[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hwrl.checkpoint import rng_state, set_rng_state
-from hwrl.comm import connect_store
+from hwrl.comm import connect_store, is_on_loopback
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.interfaces import PromptGroup
@@ -57,8 +57,7 @@ class TrainerRank:
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(store_address)
         self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
-        alone = store_address.startswith("127.0.0.1")  # a run on one machine serves its store there
-        check_rank(config, get_backend(), rank=rank, alone=alone)
+        check_rank(config, get_backend(), rank=rank, alone=is_on_loopback(store))
         algorithm = build_algorithm(config, inputs)
         self._engines = build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy

@@ -14,7 +14,7 @@ BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
 BATCH_WAIT = "perf/batch_wait_s"
 """The metric of the seconds between the request for a batch and the batch."""
 _EQUAL = 0.05
-"""Shares that differ by less than this are equal: the window ends inside a replica's work."""
+"""Shares with a smaller difference are equal: the window ends inside a replica's work."""
 
 Side = Literal["trainer", "rollout"]
 
@@ -53,26 +53,25 @@ class BusyShares:
 
 
 def describe_waits(lines: Sequence[Metrics]) -> str | None:
-    """Return for which share of the steps of ``lines`` each side waited for the other; None without a step's time."""
-    timed = [line for line in lines if "perf/step_s" in line]
-    wall_s = sum(line["perf/step_s"] for line in timed)
-    if not wall_s:
+    """Return the shares of the waits of both sides in the steps of ``lines``; None without a step's time."""
+    waits = _shares(lines, [BATCH_WAIT], ["rollout/idle_s"])
+    if waits is None:
         return None
-    trainer = min(1.0, sum(line.get(BATCH_WAIT, 0.0) for line in timed) / wall_s)
-    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
-    rollout = min(1.0, sum(line.get("rollout/idle_s", 0.0) for line in timed) / replicas_s)
-    return f"trainer waits {trainer:.0%} of the time for samples; replicas wait {rollout:.0%} for room"
+    return f"trainer waits {waits[0]:.0%} of the time for samples; replicas wait {waits[1]:.0%} for room"
 
 
 def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:
     """Return the busy shares over the steps of ``lines``; None if no line has a ``perf/step_s``."""
+    shares = _shares(lines, TRAINER_BUSY, [f"rollout/{name}" for name in BUSY_SECONDS])
+    return None if shares is None else BusyShares(*shares)
+
+
+def _shares(lines: Sequence[Metrics], trainer: Sequence[str], rollout: Sequence[str]) -> tuple[float, float] | None:
+    """Return the shares of the metrics of both sides, in seconds, in their time; None without a step's time."""
     timed = [line for line in lines if "perf/step_s" in line]
     wall_s = sum(line["perf/step_s"] for line in timed)
-    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
     if not wall_s:
         return None
-    rollout_busy = [f"rollout/{name}" for name in BUSY_SECONDS]
-    trainer_s, rollout_s = (
-        sum(line.get(name, 0.0) for line in timed for name in names) for names in (TRAINER_BUSY, rollout_busy)
-    )
-    return BusyShares(min(1.0, trainer_s / wall_s), min(1.0, rollout_s / replicas_s))
+    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
+    spent_s = [sum(line.get(name, 0.0) for line in timed for name in names) for names in (trainer, rollout)]
+    return min(1.0, spent_s[0] / wall_s), min(1.0, spent_s[1] / replicas_s)

@@ -19,7 +19,7 @@ import numpy as np
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.placement import DeviceCounts
-from hwrl.run.processes.actors import BatchInfo, make_ledger
+from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, make_ledger
 from hwrl.run.report import Metrics, StepRates
 from hwrl.run.report.bottleneck import BATCH_WAIT
 from hwrl.run.simulate.events import EventQueue
@@ -31,7 +31,6 @@ from hwrl.run.throttle import Throttle
 
 _STUCK_S = 3 * 86400.0
 """Simulated time without a new step, after which the run counts as stuck."""
-_EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,11 @@ class _Simulation:
             on_change=self._on_change,
         )
         rollout = config.rollout.replicas * config.rollout.tensor_parallel
-        self._throttle: Throttle | None = None
-        if config.async_training.adaptive:
-            staleness = config.async_training.staleness_threshold
-            self._throttle = Throttle(staleness=staleness, batch_groups=config.groups_per_version, sleeps=False)
+        self._throttle = Throttle.of(config, sleeps=False)
         self._rates = StepRates([], devices=DeviceCounts(rollout, size.devices), now=lambda: self._events.now_s)
         self._lines: list[Metrics] = []
         self._step = self._saved_step = self._version = self._incarnation = 0
-        self._saved = _EMPTY_LEDGER
+        self._saved = EMPTY_LEDGER
         self._life = 0  # of the trainer: its events of an older life are void
         self._waits_for: str | None = None  # "batch", or "drain": for replicas to finish their groups
         self._draining: list[SimulatedReplica] = []

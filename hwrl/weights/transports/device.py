@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,32 @@ class Lanes:
             group.close()
 
 
+class _Connecting:
+    """The proposal whose lanes one thread of an end makes; another thread may break that off."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._proposal: Proposal | None = None
+
+    @contextlib.contextmanager
+    def to(self, proposal: Proposal) -> Iterator[None]:
+        """Let :meth:`break_off` end the making of the lanes of ``proposal`` in this block."""
+        self._proposal = proposal
+        try:
+            yield
+        finally:
+            self._proposal = None
+
+    def break_off(self) -> None:
+        """End the block of :meth:`to`, if a thread is in one, here and at the peers. Does not wait for that."""
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
+            return
+        store, payload = clone_store(self._store), _payload(proposal)  # the other thread may block its client
+        for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
+            call_off_group(store, name=f"{payload.group}/{share}/{lane}")
+
+
 class DeviceSender:
     """Rank 0 of process groups with the receivers; the groups stay until the receivers change.
 
@@ -96,7 +122,7 @@ class DeviceSender:
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._plan(context.layout)
         self._lanes: Lanes | None = None
-        self._connecting: DevicePayload | None = None
+        self._connecting = _Connecting(context.store)
 
     def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
         """Name the groups: those of the last round if the receivers are the same."""
@@ -111,18 +137,13 @@ class DeviceSender:
         context, proposal, lanes = self._context, sending.proposal, self._lanes
         if lanes is None or lanes.name != _payload(proposal).group:
             self.abort()
-            lanes = self._lanes = self._connect(proposal)  # another thread may abort from now on
+            with self._connecting.to(proposal):
+                lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+            self._lanes = lanes  # another thread may abort from now on
         if reader.layout is not self._buffer.layout:
             self._plan(reader.layout)
         with clock.span(context.backend):
             self._send_slabs(lanes, reader, clock)
-
-    def _connect(self, proposal: Proposal) -> Lanes:
-        context, self._connecting = self._context, _payload(proposal)
-        try:
-            return Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
-        finally:
-            self._connecting = None
 
     def _plan(self, layout: WeightLayout) -> None:
         shares = divide_slabs(layout, self._context.senders)
@@ -150,11 +171,7 @@ class DeviceSender:
 
     def abort(self) -> None:
         """Close the groups, and end the making of new ones, here and at the peers."""
-        connecting = self._connecting
-        if connecting is not None:
-            store = clone_store(self._context.store)  # the thread that connects may block the other client
-            for share, lane in itertools.product(range(self._context.senders), range(connecting.lanes)):
-                call_off_group(store, name=f"{connecting.group}/{share}/{lane}")
+        self._connecting.break_off()
         lanes, self._lanes = self._lanes, None
         self._buffer.forget_pending()
         if lanes is not None:
@@ -184,6 +201,7 @@ class DeviceReceiver:
     def __init__(self, context: ReceiverContext) -> None:
         self._context = context
         self._lanes: list[Lanes] = []  # of each sender
+        self._connecting = _Connecting(context.store)
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
@@ -201,7 +219,8 @@ class DeviceReceiver:
             raise
 
     def abort(self) -> None:
-        """Close the groups."""
+        """Close the groups, and end the making of new ones, here and at the peers."""
+        self._connecting.break_off()
         lanes, self._lanes = self._lanes, []
         for of_sender in lanes:
             of_sender.close()
@@ -217,8 +236,10 @@ class DeviceReceiver:
             lanes = []
             place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
             try:
-                for share in range(proposal.senders):
-                    lanes.append(Lanes(self._context.store, proposal, share=share, **place))
+                with self._connecting.to(proposal):
+                    receiving.cancellation.check()  # a later abort breaks this off
+                    for share in range(proposal.senders):
+                        lanes.append(Lanes(self._context.store, proposal, share=share, **place))
             finally:
                 self._lanes = lanes  # another thread may abort from now on
             receiving.cancellation.check()  # an earlier abort found nothing to close
