@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hwrl.checkpoint import TRACKER_NAME
 from hwrl.errors import CheckpointSaveError
 from hwrl.memory import Offloader
 from hwrl_verl import tracker
@@ -154,8 +155,8 @@ def test_a_part_does_not_go_on_before_the_tracker_names_its_step(before: int | N
         (tracker.part_directory(tmp_path, part) / "global_step_2").mkdir(parents=True)
     torch.save({"next": 2}, tmp_path / "global_step_2" / "data.pt")
     if before is not None:
-        (tmp_path / tracker.TRACKER_NAME).write_text(str(before))
-    with pytest.raises(CheckpointSaveError, match=rf"{tracker.TRACKER_NAME} did not name it within 0\.1 s"):
+        (tmp_path / TRACKER_NAME).write_text(str(before))
+    with pytest.raises(CheckpointSaveError, match=rf"{TRACKER_NAME} did not name it within 0\.1 s"):
         tracker.announce(tmp_path, "critic", 2, timeout_s=0.1)
     tracker.announce(tmp_path, "actor", 2, timeout_s=20.0)
     tracker.announce(tmp_path, "critic", 2, timeout_s=20.0)
