@@ -149,7 +149,7 @@ def test_workers_that_do_not_answer_leave_no_version(engine: VllmEngine, core: F
 class FullBackend(CpuBackend):
     """A device beside the host, without room."""
 
-    def device(self) -> torch.device:
+    def device(self, index: int | None = None) -> torch.device:
         return torch.device("meta")
 
 
