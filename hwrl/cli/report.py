@@ -18,14 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path; 0 on success."""
+    from hwrl.checkpoint import DurableFS
     from hwrl.run.report.page import build_page
 
     out = args.dir / "report.html" if args.out is None else args.out
     page = build_page(args.dir)
-    draft = out.with_name(f".tmp_{out.name}")
     try:
-        draft.write_bytes(page)
-        draft.replace(out)  # a browser that loads it meanwhile finds the old page
+        DurableFS().replace_file(out, page)  # a browser that loads it meanwhile finds the old page
     except OSError as exc:
         raise RunDirectoryError(
             f"{out} cannot be written", why=exc.strerror or str(exc), fix="choose another place with --out FILE"

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Attributes: TypeAlias = Mapping[str, str | int | float | bool]
+Attribute: TypeAlias = str | int | float | bool
+Attributes: TypeAlias = Mapping[str, Attribute]
 
 
 @dataclass(frozen=True)

@@ -296,8 +296,9 @@ class EmbeddedEngine(RolloutEngine):
     def _same_prompts(self, rows: slice) -> Iterator[tuple[int, int]]:
         """Yield the length of each prompt of ``rows``, and the number of requests in a row that have it."""
         prompts = (running.request.prompt_ids for running in self._slots[rows])
-        for prompt, same in itertools.groupby(prompts, key=lambda ids: ids.tobytes()):
-            yield len(np.frombuffer(prompt, dtype=np.int32)), len(list(same))
+        for _, same in itertools.groupby(prompts, key=lambda ids: ids.tobytes()):
+            alike = list(same)
+            yield len(alike[0]), len(alike)
 
     def _prefill(self, rows: slice, copies: Sequence[int]) -> None:
         """Run the model on the prompts of ``rows``, each for as many rows as ``copies`` says; sample their tokens."""

@@ -328,8 +328,8 @@ class PromptLedger:
     def _consumable(self, count: int) -> int:
         """Return how many finished groups may be trained now, oldest first, up to ``count``.
 
-        Every other group keeps a place before its deadline. The time depends on the number of versions alone: each
-        finished group of a large run asks again.
+        Every other group keeps a place before its deadline. Called for each finished group, so its cost depends only on
+        the number of versions.
         """
         places, chosen = self._spare_places(), 0
         for version in places:  # ascending, as the leases are

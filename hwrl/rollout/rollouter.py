@@ -12,6 +12,7 @@ from typing import Protocol
 from hwrl.clock import ActivityClock
 from hwrl.errors import DataError
 from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
+from hwrl.interfaces.tracing import Attribute
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
@@ -19,7 +20,7 @@ from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
-from hwrl.rollout.tracing import Attribute, SpanLog
+from hwrl.rollout.tracing import SpanLog
 from hwrl.rollout.weight_updater import WeightUpdater
 
 _RETRY_S = 1.0

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from hwrl.interfaces import Response, Span
-
-Attribute = str | int | float | bool
+from hwrl.interfaces.tracing import Attribute
 
 
 class SpanLog:

@@ -299,7 +299,7 @@ class WorkflowGenerator(SampleGenerator):
     ) -> PendingGroup:
         group = PendingGroup(prompt, size, lease, spans=spans)
         client = PolicyClient(
-            functools.partial(self._generate, life=self._life, spans=spans),
+            functools.partial(self._generate, life=self._life),
             chat=self._chat,
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
@@ -424,11 +424,11 @@ class WorkflowGenerator(SampleGenerator):
             self.failed_runs += 1
         return reason
 
-    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int, spans: SpanLog | None) -> Response:
+    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int) -> Response:
         request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), life), time.time()
         self._requests.append(request)
         response = await request.answer
-        if (log := current_log() or spans) is not None:  # an endpoint's tasks do not know their sample
+        if (log := current_log()) is not None:
             log.add_generation(response, begin_unix_s)
         return response
 

@@ -16,6 +16,8 @@ OPTIONS = ("endpoint", "file", "service_name")
 _SDK = ("opentelemetry.sdk.trace", "opentelemetry-sdk")
 _EXPORTER = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http")
 """A module and its package, for a file and for a collector."""
+_MOST_WAITING = 1000
+"""Spans that may wait to be sent. The SDK drops spans if more than 2,048 wait."""
 
 
 class OpenTelemetryTracker(Tracker):
@@ -28,6 +30,7 @@ class OpenTelemetryTracker(Tracker):
         self._options = options
         self._provider: Any = None
         self._tracer: Any = None
+        self._waiting = 0
         self._at_end = ExitStack()
 
     def start(self, run: TrackedRun) -> None:
@@ -59,10 +62,19 @@ class OpenTelemetryTracker(Tracker):
             inside = set_span_in_context(root)
             for span in trace.spans:
                 self._begin(span, {}, context=inside).end(_ns(span.end_unix_s))
+                self._send_if_many()
             root.end(_ns(whole.end_unix_s))
+            self._send_if_many()
 
     def finish(self, status: RunStatus) -> None:
         self._at_end.close()
+
+    def _send_if_many(self) -> None:
+        """Count a span that has ended, and send all if many wait. Blocks until they are sent."""
+        self._waiting += 1
+        if self._waiting >= _MOST_WAITING:
+            self._provider.force_flush()
+            self._waiting = 0
 
     def _begin(self, span: Span, more: Mapping[str, int], *, context: Any) -> Any:
         attributes = {f"hwrl.{name}": value for name, value in {**span.attributes, **more}.items()}
@@ -90,4 +102,10 @@ def _ns(unix_s: float) -> int:
 def hwrl_tracker(options: Mapping[str, Any]) -> Tracker:
     module, package = _SDK if "file" in options else _EXPORTER
     check_tracker("opentelemetry", options, known=OPTIONS, module=module, package=package)
+    if {"endpoint", "file"} <= options.keys():
+        raise ConfigError(
+            "report.tracker_options.opentelemetry has two places for traces",
+            why=f"endpoint={options['endpoint']!r} and file={options['file']!r}, and traces go to one of them",
+            fix="remove endpoint, or file",
+        )
     return OpenTelemetryTracker(options)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import hwrl
+from hwrl.checkpoint import DurableFS
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
 from hwrl_trackers.options import check_tracker
 
 TARGETS = "prometheus.json"
 """The file in the run directory with the addresses to scrape, as Prometheus reads it (``file_sd_configs``)."""
 PREFIX = "hwrl_"
-_TAGS = ("run", "run_id")
 
 
 def metric_name(name: str) -> str:
@@ -44,46 +43,39 @@ class PrometheusTracker(Tracker):
     up to date: nodes join and leave, and a new node's port is known a little later.
     """
 
+    _run: TrackedRun
+
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
         self._tags: dict[str, str] = {}
-        self._run: TrackedRun | None = None
         self._targets = ""
 
     def start(self, run: TrackedRun) -> None:
         self._run, self._tags = run, {"run": run.name, "run_id": run.run_id}
-        self._write_targets(run)
+        self._write_targets()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         for name, value in {**metrics, "step": float(step)}.items():
             self._gauge(name).set(float(value), tags=self._tags)
-        if self._run is not None:
-            self._write_targets(self._run)
+        self._write_targets()
 
     def finish(self, status: RunStatus) -> None:
         """Do nothing: Ray ends the export with the driver."""
 
-    def _write_targets(self, run: TrackedRun) -> None:
+    def _write_targets(self) -> None:
         import ray
 
-        targets = json.dumps(scrape_targets(ray.nodes(), run=run), indent=2)
+        targets = json.dumps(scrape_targets(ray.nodes(), run=self._run), indent=2)
         if targets != self._targets:
-            _write(run.directory / TARGETS, targets)
+            DurableFS().replace_file(self._run.directory / TARGETS, targets.encode())
             self._targets = targets
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[name] = Gauge(metric_name(name), description=f"hwrl: {name}", tag_keys=_TAGS)
+            self._gauges[name] = Gauge(metric_name(name), description=f"hwrl: {name}", tag_keys=tuple(self._tags))
         return self._gauges[name]
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that another program may read at any time."""
-    draft = path.with_name(f".tmp_{path.name}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 @hwrl.hookimpl

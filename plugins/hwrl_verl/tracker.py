@@ -32,21 +32,26 @@ def begin_part(folder: Path, part: str, step: int) -> None:
 def announce(folder: Path, part: str, step: int, *, timeout_s: float = 1800.0) -> None:
     """Wait until all of ``step`` is complete and verl's tracker names it; the first part of the step writes it.
 
-    ``part`` is complete already. Raises CheckpointSaveError if the rest is not complete in ``timeout_s``.
+    ``part`` is complete already. Raises CheckpointSaveError if the rest is not complete, or the tracker does not name
+    it, within ``timeout_s``.
     """
-    deadline = time.monotonic() + timeout_s
-    while lacking := _lacking(folder, step):
-        if time.monotonic() > deadline:
+    begun_s = time.monotonic()
+
+    def wait(lacks: str) -> None:
+        if time.monotonic() - begun_s > timeout_s:
             raise CheckpointSaveError(
                 f"step {step} of {part} is complete, but verl's step is not",
-                why=f"{lacking} was not there within {timeout_s:g} s",
-                fix="look at the logs of the other workers; the tracker names the step before, which is still there",
+                why=f"{lacks} within {timeout_s:g} s",
+                fix="look at the logs of the other workers; the tracker names an earlier step, which is still there",
             )
         time.sleep(LOOK_S)
+
+    while lacking := _lacking(folder, step):
+        wait(f"{lacking} was not there")
     if part == _parts(folder, step)[0]:  # there is one writer
         DurableFS().replace_file(folder / TRACKER_NAME, b"%d" % step)
-    while announced(folder) < step and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+    while announced(folder) != step:  # it may name a later one: the run went back to an earlier step
+        wait(f"{folder / TRACKER_NAME} did not name it")
 
 
 def announced(folder: Path) -> int:

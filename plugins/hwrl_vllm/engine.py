@@ -172,7 +172,6 @@ class VllmEngine(RolloutEngine):
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
         require_adapter(self._adapter)
         given = self._checked(weights, self._base)
-        self.base = None
         self._replace("hwrl_load_weights", given, name=f"base {base:#x}")
         self.base = base
 
@@ -283,12 +282,16 @@ class VllmEngine(RolloutEngine):
         self.version = -1
 
     def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
-        """Let the workers load ``weights``. The engine has no version until all of them have succeeded."""
+        """Let the workers load ``weights``. The engine has no version until all of them have succeeded.
+
+        If there is no room for a copy of ``weights``, the engine keeps its version.
+        """
+        copied = self._on_device(weights, name)
         self._stop_serving()
         if method == "hwrl_load_weights":
-            self._held = [Taken()] * self.receivers
+            self.base, self._held = None, [Taken()] * self.receivers
         try:
-            self._call_workers(method, weights, *args)
+            self._call_workers(method, copied, *args)
         except Exception as exc:
             raise self._not_loaded(name, exc) from exc
 
@@ -303,11 +306,17 @@ class VllmEngine(RolloutEngine):
         if self._worker_is_here:
             self._core.call_workers(method, weights, *args)
             return
-        own = self._backend.device()
-        on_device = {name: one if one.device.type == own.type else one.to(own) for name, one in weights.items()}
-        lent = LentWeights.of(on_device, self._backend)  # of the host's memory, a worker opens nothing
+        lent = LentWeights.of(weights, self._backend)
         self._backend.synchronize()
         self._core.call_workers("hwrl_load_lent", method, pickle.dumps((lent, args)))
+
+    def _on_device(self, weights: Weights, name: str) -> Weights:
+        """Return ``weights`` where the workers can read them: a worker process cannot open host memory."""
+        if self._worker_is_here:
+            return weights
+        own = self._backend.device()
+        with self._backend.allocating(f"the copy of {name} for vLLM's workers"):
+            return {name: one if one.device.type == own.type else one.to(own) for name, one in weights.items()}
 
     def _serve(self, version: int) -> None:
         self.version = version

@@ -90,7 +90,7 @@ class TransferTrainer:
         self._workers = _Workers(client, self._beside, address=address, keeps_old=init_info.keep_old_version)
         self._link = self._join()
         self._is_unsure = False
-        """Whether it is not known if the workers are in an update."""
+        """True while we do not know whether an update is under way."""
         self._sender = WeightSender(self._store, transport=init_info.transport, timeout_s=init_info.timeout_s)
 
     @classmethod

@@ -8,15 +8,7 @@ import pytest
 
 from hwrl.comm import Store, clone_store, connect_store, serve_store, store_address
 from hwrl.errors import CommError
-
-_LISTENS = "0A"
-
-
-def _listening() -> set[tuple[str, int]]:
-    """Return where this machine listens; the addresses are as the kernel writes them."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    ends = [row[1].rpartition(":") for row in rows if row[3] == _LISTENS]
-    return {(address, int(port, 16)) for address, _, port in ends}
+from tests.support.listeners import listeners
 
 
 def _place_of(store: Store) -> tuple[str, int]:
@@ -26,12 +18,12 @@ def _place_of(store: Store) -> tuple[str, int]:
 
 
 def test_a_store_listens_on_its_host_only() -> None:
-    before = _listening()
+    before = listeners()
     store = serve_store()
     host, port = _place_of(store)
     assert host == "127.0.0.1"
-    new = {address for address, _ in _listening() - before}
-    assert new <= {"0100007F", "0200007F"}, "the store, and the place inside this process: both on loopback"
+    new = {address for address, _ in listeners() - before}
+    assert new <= {"127.0.0.1", "127.0.0.2"}, "the store, and the place inside this process: both on loopback"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.3", port), 1.0)
     other = serve_store("127.0.0.3", port)  # the port is free on every other address

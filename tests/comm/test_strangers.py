@@ -8,7 +8,6 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,16 +16,8 @@ from hwrl.comm import Comm, connect_store, serve_store, signed, store_address
 from hwrl.comm.signed import KeyedAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.listeners import listeners
 from tests.support.stranger import as_stranger
-
-_LISTENS = "0A"
-
-
-def _listening() -> set[tuple[str, int]]:
-    """Return the IPv4 addresses and ports where this machine listens: any user can read them."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ends = [row[1].split(":") for row in rows if row[3] == _LISTENS]
-    return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends}
 
 
 def _request(key: str, value: str) -> bytes:
@@ -47,9 +38,9 @@ def _hear(place: tuple[str, int]) -> int:
 
 def test_another_user_neither_reads_nor_writes() -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
-    before = _listening()
+    before = listeners()
     store = serve_store()
-    places = sorted(_listening() - before)
+    places = sorted(listeners() - before)
     assert len(places) >= 2, "the store, and the place inside this process"
     heard = as_stranger(lambda: [_hear(place) for place in [("127.0.0.1", torchs.port), *places]])
     assert torchs.get("key") == b"a stranger's", "the attack works on torch's own store"
@@ -157,8 +148,8 @@ def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
 def test_a_group_that_meets_on_the_loopback_interface_listens_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = connect_store(store_address(serve := serve_store()))
-    before = _listening()
+    before = listeners()
     with Comm(CpuBackend(INFO)).standalone_group(store, rank=0, size=1, name="alone"):
-        new = _listening() - before
+        new = listeners() - before
     assert new and {host for host, _ in new} == {"127.0.0.1"}
     del serve

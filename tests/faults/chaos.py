@@ -73,40 +73,39 @@ class Chaos:
         """The host without the driver: the one that a run can lose."""
         return self.network.hosts[1]
 
-    def pick(self, title: str) -> list[int]:
-        """Return one of the processes with ``title`` on any host; none if there are none at the moment."""
+    def pick(self, title: str) -> int | None:
+        """Return one of the processes with ``title`` on any host; None if there are none at the moment."""
         pids = [pid for host in self.network.hosts for pid in host.processes() if title in command_of(pid)]
-        return [self.draw.choice(sorted(pids))] if pids else []
+        return self.draw.choice(sorted(pids)) if pids else None
 
 
-def _send(chaos: Chaos, title: str, number: signal.Signals) -> list[int]:
-    pids = chaos.pick(title)
-    for pid in pids:
+Act = Callable[[Chaos], Undo | None]
+"""Begins a fault; returns how to end it, or None if it hit no process."""
+
+
+def _send(pid: int | None, number: signal.Signals) -> bool:
+    """Return whether the process got the signal."""
+    if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-    return pids
+            return True
+    return False
 
 
-def _kill(title: str) -> Callable[[Chaos], Undo]:
-    def act(chaos: Chaos) -> Undo:
-        _send(chaos, title, signal.SIGKILL)
-        return _nothing
-
-    return act
+def _kill(title: str) -> Act:
+    return lambda chaos: _nothing if _send(chaos.pick(title), signal.SIGKILL) else None
 
 
-def _pause(title: str) -> Callable[[Chaos], Undo]:
-    def act(chaos: Chaos) -> Undo:
-        pids = _send(chaos, title, signal.SIGSTOP)
-
-        def wake() -> None:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-
-        return wake
+def _pause(title: str) -> Act:
+    def act(chaos: Chaos) -> Undo | None:
+        pid = chaos.pick(title)
+        return (lambda: _wake(pid)) if _send(pid, signal.SIGSTOP) else None
 
     return act
+
+
+def _wake(pid: int | None) -> None:
+    _send(pid, signal.SIGCONT)
 
 
 def _cut(chaos: Chaos) -> Undo:
@@ -147,7 +146,7 @@ REPLICA, TRAINER, LEDGER, GCS, RAYLET = (
     *("ray::RolloutActor", "ray::TrainActor", "ray::LedgerActor"),
     *("/gcs/gcs_server ", "/raylet/raylet "),
 )
-FAULTS: dict[str, tuple[Callable[[Chaos], Undo], float]] = {
+FAULTS: dict[str, tuple[Act, float]] = {
     "kill a replica": (_kill(REPLICA), 0.0),
     "kill a trainer rank": (_kill(TRAINER), 0.0),
     "stop a replica for 3 s": (_pause(REPLICA), 3.0),
@@ -196,9 +195,10 @@ class _Injector:
     def _inject(self, name: str, *, until_s: float) -> None:
         act, lasts_s = FAULTS[name]
         record = Record(name, self._now_s())
-        self.records.append(record)
         step, length = self._step(), len(self.chaos.run.output())
-        undo = act(self.chaos)
+        if (undo := act(self.chaos)) is None:
+            return  # the process was being replaced: another fault is drawn
+        self.records.append(record)
         undo_s: float | None = time.monotonic() + lasts_s
         while time.monotonic() < until_s or undo_s is not None or record.step_after_s is None:
             if undo_s is not None and time.monotonic() >= undo_s:

@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.extended,
     pytest.mark.long(120),
     pytest.mark.timeout(400),
-    pytest.mark.skipif("why_unavailable() is not None", reason=why_unavailable() or ""),
+    pytest.mark.skipif(why_unavailable() is not None, reason=why_unavailable() or ""),
 ]
 
 

@@ -356,12 +356,17 @@ def test_a_leaving_rollouter_finishes_its_prompts_and_the_request_on_its_way_and
     rollouter = rollouter_of(desk)
     steps(rollouter, 2)
     rollouter.leave()
-    running = threading.Thread(target=rollouter.run, args=[threading.Event()])
+    stop = threading.Event()
+    running = threading.Thread(target=rollouter.run, args=[stop])
     running.start()
-    running.join(0.1)
-    assert running.is_alive(), "leases may still come"
-    answer = rollouter.evaluate([Lengths()[0]])
-    desk.give()
-    running.join(10.0)
-    assert not running.is_alive() and len(desk.asked) == 1
+    try:
+        running.join(0.1)
+        assert running.is_alive(), "leases may still come"
+        answer = rollouter.evaluate([Lengths()[0]])
+        desk.give()
+        running.join(10.0)
+        assert not running.is_alive() and len(desk.asked) == 1
+    finally:
+        stop.set()
+        running.join()
     assert sorted(group.sequence_number for group in desk.groups) == [1, 2] and answer.result(0) is not None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from hwrl.interfaces import PromptGroup, Sampling, Span, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, WorkflowGenerator, WorkflowSettings, traced
+from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, traced
 from hwrl.rollout.tracing import SpanLog
+from tests.support.agents import ask
+from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, rollouter_of, step_until
 
 
@@ -52,19 +55,44 @@ async def with_a_tool(client: PolicyClient, prompt: Prompt) -> Trajectory:
     return trajectory.finish(reward=1.0)
 
 
-def spans_of(log: SpanLog | None) -> tuple[Span, ...]:
-    """Return the spans of a group of two runs of the workflow, generated with ``log``."""
+async def over_http(client: PolicyClient, prompt: Prompt) -> list[Trajectory]:
+    async with client.endpoint() as endpoint:
+        answer = await ask(endpoint, "completions", {"model": "policy", "prompt": prompt.token_ids.tolist()})
+        assert answer.status == 200, answer.body
+        return endpoint.trajectories()
+
+
+def run_each(workflow: Workflow, logs: Sequence[SpanLog | None]) -> None:
+    """Run a group of two samples with each of ``logs``, one after the other, in one replica."""
     settings = WorkflowSettings(group_size=2, max_samples=8, max_length=12, vocabulary=100)
-    generator = WorkflowGenerator(CountingEngine(), with_a_tool, tokenizer=None, settings=settings)
-    deadline_s = time.monotonic() + 20.0
+    tokenizer = STYLES["chatml"].tokenizer()
+    generator = WorkflowGenerator(CountingEngine(), workflow, tokenizer=tokenizer, settings=settings)
+    deadline_s = time.monotonic() + 60.0
     try:
-        generator.start(Lengths()[1], Sampling(10), size=2, spans=log)
-        while generator.pending():
-            assert time.monotonic() < deadline_s, "it never ended"
-            generator.step()
+        for log in logs:
+            group = generator.start(Lengths()[1], Sampling(10), size=2, spans=log)
+            while generator.pending():
+                assert time.monotonic() < deadline_s, "it never ended"
+                generator.step()
+            assert group.is_generated, "a run failed"
     finally:
         generator.close()
+
+
+def spans_of(log: SpanLog | None) -> tuple[Span, ...]:
+    """Return the spans of a group of two runs of a workflow with a tool, generated with ``log``."""
+    run_each(with_a_tool, [log])
     return () if log is None else log.spans()
+
+
+def test_a_call_of_an_endpoint_is_in_the_trace_of_its_own_sample() -> None:
+    first, second = SpanLog(), SpanLog()
+    run_each(over_http, [None, first, None, second])
+    for log in (first, second):
+        assert sorted((span.name, span.attributes["sample"]) for span in log.spans()) == [
+            ("generate", 0),
+            ("generate", 1),
+        ]
 
 
 def test_a_workflow_tells_every_call_with_its_sample() -> None:

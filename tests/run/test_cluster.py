@@ -23,6 +23,7 @@ from hwrl.run.cluster.ray_session import children_of_ray, few_processes, not_sta
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
 from hwrl.run.inputs import is_local
+from tests.support.listeners import listeners
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -83,9 +84,7 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("RAY_TMPDIR", str(base))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
-    enter = (
-        "from hwrl.run.cluster.ray_security import check_security, private_ray; held = private_ray(); held.__enter__()"
-    )
+    enter = "from hwrl.run.cluster.ray_security import private_ray; held = private_ray(); held.__enter__()"
     subprocess.run([sys.executable, "-c", f"{enter}; import os; os.kill(os.getpid(), 9)"], check=False, timeout=60)
     (left,) = base.iterdir()
     with private_ray() as directory:
@@ -104,17 +103,6 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
         pass
 
 
-def listeners(pids: set[int]) -> set[str]:
-    """Return the addresses on which these processes listen, each with its port, in the kernel's hexadecimal format."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(link))
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
-
-
 STRANGER = "import sys, hwrl.run.cluster.ray_security as p; print(p.admits_without_token(sys.argv[1]))"
 OPEN = """
 import ray
@@ -127,12 +115,12 @@ def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
     logged: list[str] = []
-    before = listeners({os.getpid()})  # of other tests
+    before = listeners()  # of other tests
     with ray_cluster(config, log=logged.append):
         home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
         children = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and is_below(path)}
-        opened = {row.partition(":")[0] for row in listeners({os.getpid(), *children}) - before}
-        assert children and opened <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        opened = {host for host, _ in listeners({os.getpid(), *children}) - before}
+        assert children and opened <= {"127.0.0.1", "::ffff:127.0.0.1"}
         commands = " ".join((Path("/proc") / str(pid) / "cmdline").read_text() for pid in children)
         assert "gcs_server" in commands and "raylet" in commands
         assert not [name for name in ("monitor.py", "dashboard.py") if name in commands], "the run uses none of them"

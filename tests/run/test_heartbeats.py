@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -32,7 +33,8 @@ def value_of(answer: Any) -> Any:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(1000))
-    monkeypatch.setattr("hwrl.run.fleet.heartbeats.time.monotonic", lambda: float(next(seconds)))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))  # Ray's threads need the real one
+    monkeypatch.setattr("hwrl.run.fleet.heartbeats.time", clock)
     monkeypatch.setattr("hwrl.run.fleet.heartbeats.is_ready", lambda answer: True)
     monkeypatch.setattr("hwrl.run.fleet.heartbeats.value_of", value_of)
 

@@ -120,12 +120,14 @@ def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFix
 
     thread = Thread(target=refuse)
     thread.start()
-    assert main(["scale", str(tmp_path), "--replicas", "7"]) == 1
+    try:
+        assert main(["scale", str(tmp_path), "--replicas", "7"]) == 1
+    finally:
+        ended.set()
+        thread.join()
+        lock.close()
     told = capsys.readouterr().err
     assert all(text in told for text in ("the run refuses: there are no devices", "2 are free", "ask for 2"))
-    ended.set()
-    thread.join()
-    lock.close()
 
 
 def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(

@@ -7,6 +7,7 @@ Nothing is made in the machine's own network.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
@@ -50,12 +51,16 @@ class HostNetworkError(Exception):
 
 def _output(*words: str, timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> str:
     own = None if env is None else {**os.environ, **env}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=own)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=own)
+    except subprocess.TimeoutExpired as exc:
+        raise HostNetworkError(f"{' '.join(words)}: no end within {timeout_s:g} s") from exc
     if done.returncode:
         raise HostNetworkError(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
+@functools.cache
 def why_unavailable() -> str | None:
     """Return why this machine permits no such hosts; None if it does."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -106,7 +111,10 @@ class NetworkHost:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None, "it is a pipe"
             pipe.close()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired as exc:
+            raise HostNetworkError(f"{self.name} has not ended within 30 s") from exc
 
     def inside(self, *command: str) -> list[str]:
         """Return ``command`` as a command that runs on this host, in the present directory.
@@ -178,7 +186,7 @@ class HostNetwork:
         """End all hosts and delete their private files."""
         for host in (*self.hosts, self._switch):
             host.halt()
-        shutil.rmtree(self.directory, ignore_errors=True)
+            shutil.rmtree(host.home, ignore_errors=True)
 
     def boot(self, host: NetworkHost) -> None:
         """Start an ended host, with its network."""
@@ -220,15 +228,6 @@ class HostNetwork:
         host.run("sh", "-c", f"tc qdisc del dev {_LINK} root 2>/dev/null || true")
         self._on_switch("sh", "-c", f"tc qdisc del dev p{host.index} root 2>/dev/null || true")
 
-    def why_no_delay(self) -> str | None:
-        """Return why :meth:`slow` cannot delay packets; None if it can."""
-        try:
-            self._on_switch("tc", "qdisc", "replace", "dev", _SWITCH, "root", "netem", "delay", "1ms")
-        except HostNetworkError as exc:
-            return f"the kernel has no netem: {exc}"
-        self._on_switch("tc", "qdisc", "del", "dev", _SWITCH, "root")
-        return None
-
     def start_ray(
         self, host: NetworkHost, *, cpus: int, dashboard: bool = False, settings: Mapping[str, str] | None = None
     ) -> None:
@@ -244,7 +243,7 @@ class HostNetwork:
                 command = [*RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
                 host.run(*command, timeout_s=90.0, env={**self.environment, **(settings or {})})
             except HostNetworkError:
-                if time.monotonic() - began_s > 60.0:  # the head may still believe in the node's earlier life
+                if time.monotonic() - began_s > 120.0:  # the head may still believe in the node's earlier life
                     raise
             else:
                 return

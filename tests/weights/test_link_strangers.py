@@ -18,6 +18,7 @@ from hwrl.comm import PrefixStore, Store, store_address
 from hwrl.errors import HwrlError
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Vote, VoteKind
+from tests.support.listeners import listeners
 from tests.support.stranger import as_stranger
 from tests.support.weight_link import channel_of, exchange, model_of, receiver_of, sender_of, store
 
@@ -103,22 +104,11 @@ def _is_open_store(place: tuple[str, int]) -> bool:
     return False
 
 
-def _listening() -> list[tuple[str, int]]:
-    """Return the IPv4 addresses and ports where this process listens."""
-    mine = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ends = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
-    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in ends]
-
-
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_a_stranger_changes_nothing_on_a_link(store: Store, transport: str) -> None:
     with sender_of(store, transport=transport) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
-        places = _listening()
+        places = sorted(listeners())
         assert len(places) >= 2, "the store, and the place inside this process"
         assert as_stranger(lambda: _attack(places)) == []
         report = exchange(sender, [receiver], 2)

@@ -2,74 +2,78 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from hwrl.comm import Store, connect_store, serve_store, store_address
-from hwrl.weights import WeightReceiver, WeightSender, withdraw
-from hwrl.weights.control import ControlChannel
+from hwrl.comm import Store
+from hwrl.weights import TransferReport, WeightReceiver, WeightSender, withdraw
+from tests.support.weight_link import beside, channel_of, model_of, receiver_of, sender_of, store
 
-TIMEOUT_S = 2.0
+__all__ = ["store"]  # the fixture
+
+TIMEOUT_S, SOON_S, PATIENCE_S = 10.0, 5.0, 0.2
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    server = serve_store()
-    yield connect_store(store_address(server))
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hwrl.weights.transaction._PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture
 def sender(store: Store) -> Iterator[WeightSender]:
-    with WeightSender(store, transport="device", timeout_s=TIMEOUT_S) as sender:
+    with sender_of(store, timeout_s=TIMEOUT_S) as sender:
         yield sender
 
 
-def publish(sender: WeightSender, version: int, *receivers: WeightReceiver) -> tuple[float, int, dict[str, str]]:
-    """Publish to ``receivers`` and to whoever else has joined; return seconds, receivers and the excluded."""
-    threads = [threading.Thread(target=one.receive, kwargs={"timeout_s": 30.0}) for one in receivers]
-    for thread in threads:
-        thread.start()
+def publish(sender: WeightSender, version: int, *receivers: WeightReceiver) -> tuple[float, TransferReport]:
+    """Publish to ``receivers`` and to whoever else has joined; return the seconds and the report."""
+    waiting = [beside(functools.partial(one.receive, timeout_s=60.0)) for one in receivers]
     began_s = time.monotonic()
-    report = sender.publish(version, [("w", torch.full((8,), float(version)))])
+    report = sender.publish(version, model_of(version))
     seconds = time.monotonic() - began_s
-    for thread in threads:
-        thread.join(30.0)
-    return seconds, report.receivers, dict(report.excluded)
+    for wait in waiting:
+        wait()
+    return seconds, report
 
 
-def test_a_new_receiver_that_does_not_come_delays_versions_for_a_second_and_is_excluded_in_the_end(
-    store: Store, sender: WeightSender, caplog: pytest.LogCaptureFixture
-) -> None:
-    with WeightReceiver(store, replica="old") as old:
+def test_a_new_receiver_that_does_not_come_delays_no_version_for_long(store: Store, sender: WeightSender) -> None:
+    with receiver_of(store, "old") as old:
         publish(sender, 1, old)
-        with WeightReceiver(store, replica="new"):
-            seconds, receivers, excluded = publish(sender, 2, old)
-            assert 1.0 <= seconds < TIMEOUT_S and (receivers, excluded) == (1, {}), "it gets a later version"
-            assert sender.joiners() == ("new",)
-            with caplog.at_level(logging.WARNING, "hwrl.weights"):
-                for version in range(3, 9):
-                    _, _, excluded = publish(sender, version, old)
-                    if excluded:
-                        break
-            assert excluded == {"new": f"it did not come to receive within {TIMEOUT_S:g} s"}
-            assert "'new' is excluded" in caplog.text
-            seconds, _, _ = publish(sender, 9, old)
-            assert seconds < 0.5
+        with receiver_of(store, "new"):
+            seconds, report = publish(sender, 2, old)
+            assert PATIENCE_S <= seconds < SOON_S and report.receivers == 1
+            assert not report.excluded and sender.joiners() == ("new",), "it gets a later version"
+
+
+def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sender_of(store, timeout_s=4.0) as sender, receiver_of(store, "old") as old:
+        publish(sender, 1, old)
+        with receiver_of(store, "new"), caplog.at_level(logging.WARNING, "hwrl.weights"):
+            deadline_s = time.monotonic() + 60.0
+            for version in itertools.count(2):
+                excluded = dict(publish(sender, version, old)[1].excluded)
+                if excluded or time.monotonic() > deadline_s:
+                    break
+            assert excluded == {"new": "it did not come to receive within 4 s"}
+            assert "'new' is excluded" in caplog.text and sender.joiners() == ()
 
 
 def test_a_new_receiver_that_comes_late_gets_the_version_of_the_next_publish(
     store: Store, sender: WeightSender
 ) -> None:
-    with WeightReceiver(store, replica="old") as old:
+    with receiver_of(store, "old") as old:
         publish(sender, 1, old)
-        with WeightReceiver(store, replica="new") as new:
-            assert publish(sender, 2, old)[1] == 1
-            assert publish(sender, 2, new)[1] == 2 and new.version == 2
+        with receiver_of(store, "new") as new:
+            assert publish(sender, 2, old)[1].receivers == 1
+            assert publish(sender, 2, new)[1].receivers == 2 and new.version == 2
 
 
 @pytest.fixture
@@ -78,16 +82,15 @@ def joining(store: Store) -> Iterator[Callable[[], None]]:
     ended = threading.Event()
 
     def join_again() -> None:
-        channel = ControlChannel(store, name="policy", payloads={})
-        while not ended.wait(0.3):
+        channel = channel_of(store)
+        while not ended.wait(PATIENCE_S / 4):
             channel.join("loop")
 
-    thread = threading.Thread(target=join_again)
-    thread.start()
+    joined = beside(join_again)
 
     def stop() -> None:
         ended.set()
-        thread.join(10.0)
+        joined()
 
     yield stop
     stop()
@@ -96,22 +99,22 @@ def joining(store: Store) -> Iterator[Callable[[], None]]:
 def test_a_receiver_that_joins_again_and_again_and_never_comes_cannot_hold_a_version(
     store: Store, sender: WeightSender, joining: Callable[[], None]
 ) -> None:
-    with WeightReceiver(store, replica="old") as old:
-        seconds, receivers, _ = publish(sender, 1, old)
-        assert receivers == 1 and seconds < 2 * TIMEOUT_S, "the first version has no receiver that is known to come"
+    with receiver_of(store, "old") as old:
+        seconds, report = publish(sender, 1, old)
+        assert report.receivers == 1 and seconds < 2 * TIMEOUT_S, "of the first version no receiver is known to come"
         for version in (2, 3):
-            seconds, receivers, _ = publish(sender, version, old)
-            assert receivers == 1 and seconds < 2.5, "the others do not wait for it"
+            seconds, report = publish(sender, version, old)
+            assert report.receivers == 1 and seconds < SOON_S, "the others do not wait for it"
         joining()
 
 
 @pytest.mark.parametrize("name", ["dead", "dead/1"])
 def test_a_withdrawn_receiver_is_not_waited_for(store: Store, sender: WeightSender, name: str) -> None:
-    with WeightReceiver(store, replica="deadly") as other:
-        dead = WeightReceiver(store, replica=name)
+    with receiver_of(store, "deadly") as other:
+        dead = receiver_of(store, name)
         publish(sender, 1, dead, other)
         withdraw(store, names=["policy", "policy-base"], replica="dead")
         assert sender.receivers() == ("deadly",)
-        seconds, receivers, excluded = publish(sender, 2, other)
-        assert seconds < 1.0 and (receivers, excluded) == (1, {})
+        seconds, report = publish(sender, 2, other)
+        assert seconds < SOON_S and report.receivers == 1 and not report.excluded
         dead.close()

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -22,7 +22,7 @@ from hwrl.errors import ConfigError, HwrlError
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.endpoint.answers import AnswerFormat
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
-from hwrl.rollout.endpoint.session import Endpoint, Generates
+from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
 
 _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
@@ -147,13 +147,12 @@ class _QuietServer(uvicorn.Server):
 async def _answer(
     request: Request,
     endpoint: Endpoint,
-    work: Awaitable[tuple[AnswerFormat, Callable[[], None]]],
+    work: Coroutine[Any, Any, Answered],
     *,
     stream: bool,
 ) -> HttpResponse:
     """Wait for ``work``, and answer. A client that leaves before has no answer, and nothing is recorded."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
-    endpoint.working.add(task)
+    task, gone = endpoint.start(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -162,7 +161,6 @@ async def _answer(
             raise EndpointError("the run of the workflow has ended", status=401, code="invalid_api_key")
         form, record = task.result()
     finally:
-        endpoint.working.discard(task)
         task.cancel()
         gone.cancel()
     if stream:
@@ -171,7 +169,7 @@ async def _answer(
     return JSONResponse(form.whole())
 
 
-async def _events(form: AnswerFormat, record: Callable[[], None]) -> AsyncIterator[str]:
+async def _events(form: AnswerFormat, record: Record) -> AsyncIterator[str]:
     """Yield the events of a stream. The answer is recorded before its end is told."""
     for chunk in form.chunks():
         yield _event(chunk)

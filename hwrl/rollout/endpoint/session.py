@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, Endpo
 
 _numbers = itertools.count(1)
 Record: TypeAlias = Callable[[], None]
+Answered: TypeAlias = tuple[AnswerFormat, Record]
+"""The answers to a request, and a function to record them."""
 
 
 class Generates(Protocol):
@@ -45,8 +48,8 @@ class Endpoint:
         self.name = f"hwrl{next(_numbers)}"
         self.api_key = f"{self.name}-{secrets.token_urlsafe(24)}"
         self.max_length = client.max_length
-        self.working: set[asyncio.Future[tuple[AnswerFormat, Record]]] = set()
-        """The requests under way."""
+        self._working: set[asyncio.Task[Answered]] = set()
+        self._context = contextvars.copy_context()
         self._client, self._chat = client, chat
         self._conversations = Conversations()
 
@@ -60,11 +63,18 @@ class Endpoint:
 
     def close(self) -> None:
         """End the requests under way."""
-        for task in list(self.working):
+        for task in list(self._working):
             task.cancel()
 
-    async def chat(self, asked: ChatRequest) -> tuple[AnswerFormat, Record]:
-        """Answer; return the answers, and a function to record them. Raises EndpointError."""
+    def start(self, work: Coroutine[Any, Any, Answered]) -> asyncio.Task[Answered]:
+        """Begin a request with the context variables of the workflow, not the server's: one server serves many."""
+        task = asyncio.get_running_loop().create_task(work, context=self._context)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
+
+    async def chat(self, asked: ChatRequest) -> Answered:
+        """Answer; :meth:`start` runs it. Raises EndpointError."""
         tools, options = asked.tools, asked.chat_template_kwargs
         keys = chat_keys(asked.messages, tools=tools, options=options)
         try:
@@ -79,8 +89,8 @@ class Endpoint:
         found = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
         return ChatFormat(asked, choices, self._chat), self._recorder(choices, found)
 
-    async def complete(self, asked: CompletionRequest) -> tuple[AnswerFormat, Record]:
-        """Answer; return the answers, and a function to record them. Raises EndpointError."""
+    async def complete(self, asked: CompletionRequest) -> Answered:
+        """Answer; :meth:`start` runs it. Raises EndpointError."""
         prompt = asked.prompt
         before, context_ids = self._text_context(prompt) if isinstance(prompt, str) else self._ids_context(prompt)
         turns = await self._generate(asked, before, context_ids)

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from hwrl.checkpoint import TRACKER_NAME
+from hwrl.errors import CheckpointSaveError
 from hwrl.memory import Offloader
+from hwrl_verl import tracker
 
 MODULES: dict[str, dict[str, Any]] = {
     "verl.utils.device": {"get_device_name": lambda: "cpu"},
@@ -142,3 +145,19 @@ def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(engine
         assert until(lambda again=again: again.tracked() == "2")  # type: ignore[misc]  # mypy cannot infer it
         again.close()
         assert list(copy.glob("hwrl/actor/.unannounced_global_step_2.*")), "nothing is deleted"
+
+
+@pytest.mark.parametrize("before", [None, 1, 9])
+def test_a_part_does_not_go_on_before_the_tracker_names_its_step(before: int | None, tmp_path: Path) -> None:
+    """Else it removes the step that the tracker names. Step 9 is of a run that then went back to an earlier step."""
+    for part in ("actor", "critic"):
+        tracker.begin_part(tmp_path, part, 2)
+        (tracker.part_directory(tmp_path, part) / "global_step_2").mkdir(parents=True)
+    torch.save({"next": 2}, tmp_path / "global_step_2" / "data.pt")
+    if before is not None:
+        (tmp_path / TRACKER_NAME).write_text(str(before))
+    with pytest.raises(CheckpointSaveError, match=rf"{TRACKER_NAME} did not name it within 0\.1 s"):
+        tracker.announce(tmp_path, "critic", 2, timeout_s=0.1)
+    tracker.announce(tmp_path, "actor", 2, timeout_s=20.0)
+    tracker.announce(tmp_path, "critic", 2, timeout_s=20.0)
+    assert tracker.announced(tmp_path) == 2

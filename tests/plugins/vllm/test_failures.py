@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from hwrl.discovery import get_backend
-from hwrl.errors import EngineError
+from hwrl.errors import DeviceMemoryError, EngineError
 from hwrl.interfaces import GenerationRequest, RolloutSettings, Sampling, WeightOffer
 from hwrl.weights import Taken
+from hwrl_cpu import INFO, CpuBackend
 from hwrl_vllm import engine as engine_module
 from hwrl_vllm.causes import CAUSES
 from hwrl_vllm.core import Core, ProcessCore
@@ -143,6 +144,33 @@ def test_workers_that_do_not_answer_leave_no_version(engine: VllmEngine, core: F
     with pytest.raises(EngineError, match=r"version 5 was not loaded, and the version before is gone"):
         engine.receive_weights(offer(5))
     assert engine.version == -1
+
+
+class FullBackend(CpuBackend):
+    """A device beside the host, without room."""
+
+    def device(self, index: int | None = None) -> torch.device:
+        return torch.device("meta")
+
+
+def test_weights_that_do_not_fit_beside_the_version_in_use_leave_it_in_use(
+    engine: VllmEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried 1 GiB")
+
+    load(engine, 1)
+    engine.submit([request(7)])
+    monkeypatch.setattr(engine, "_worker_is_here", False)
+    monkeypatch.setattr(engine, "_backend", FullBackend(INFO))
+    with (
+        monkeypatch.context() as full,
+        pytest.raises(DeviceMemoryError, match="the copy of version 2 for vLLM's workers"),
+    ):
+        full.setattr(torch.Tensor, "to", to)
+        load(engine, 2)
+    core.tokens = [NewTokens(core.given[0].request_id, [4], [-1.0], "LENGTH")]
+    assert engine.version == 1 and [done.request_id for done in engine.step()] == [7]
 
 
 @pytest.mark.parametrize("end", ["ABORT", "ERROR", "REPETITION"])

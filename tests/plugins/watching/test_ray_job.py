@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp", reason="a cluster takes jobs with ray[default] on
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.skipif("why_unavailable() is not None", reason=why_unavailable() or "")
+@pytest.mark.skipif(why_unavailable() is not None, reason=why_unavailable() or "")
 def test_a_submitted_run_learns_on_two_hosts_and_shows_its_steps() -> None:
     with ray_hosts(count=2, cpus=1, prompts=64, dashboard=True) as (network, work):
         hwrl = [str(Path(sys.executable).with_name("hwrl")), "train", str(work / "config.yaml")]

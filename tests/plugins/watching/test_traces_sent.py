@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,12 +26,12 @@ TRACES = [PromptTrace(number, 3, SPANS, {"step": 3, "version": 2}) for number in
 NAMES = ["generate", "lease", "prompt", "step"]
 
 
-def send(directory: Path, trace_every: int = 1, **options: Any) -> None:
+def send(directory: Path, trace_every: int = 1, traces: Sequence[PromptTrace] = TRACES, **options: Any) -> None:
     run = TrackedRun("0" * 32, "sorting", directory, {"report": {"trace_every": trace_every}})
     tracker = hwrl_tracker(options=options)
     tracker.start(run)
     tracker.log({"reward/mean": 0.5}, step=3)
-    tracker.trace(TRACES)
+    tracker.trace(traces)
     tracker.finish("finished")
 
 
@@ -84,6 +84,22 @@ def test_a_collector_gets_every_span_before_the_run_ends(tmp_path: Path, monkeyp
     with collector() as (address, got):
         send(tmp_path, endpoint=address)
     assert sorted(span.name for span in got) == sorted(NAMES * 2) and len({span.trace_id for span in got}) == 2
+
+
+def test_no_span_of_a_step_with_many_is_lost(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason=SDK)
+    traces = [
+        PromptTrace(0, 1, SPANS[1:2] * 3999, {}),
+        *(PromptTrace(number, 1, SPANS, {}) for number in range(1, 251)),
+    ]
+    send(tmp_path, traces=traces, file=str(tmp_path / "traces.jsonl"))
+    assert len((tmp_path / "traces.jsonl").read_text().splitlines()) == 5000
+
+
+def test_a_file_beside_a_collector_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason=SDK)
+    with pytest.raises(ConfigError, match=r"(?s)two places for traces.*remove endpoint, or file"):
+        send(tmp_path, file=str(tmp_path / "traces.jsonl"), endpoint="http://127.0.0.1:1/v1/traces")
 
 
 def test_a_run_that_traces_nothing_says_so(tmp_path: Path) -> None:
