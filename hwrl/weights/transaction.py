@@ -340,7 +340,8 @@ class Transaction:
             # The host may be ahead of the device, which still sends; or receivers wait to connect with a lost one.
             if failure is None or sending.gone():
                 patience_s = max(patience_s, deadline - time.monotonic())
-            silent = sending.wait_for_votes(patience_s)
+            torn_s = self._link.limits.votes_s
+            silent = sending.wait_for_votes(patience_s, on_torn=self._link.end.abort, torn_s=torn_s)
             return self._decide(sending, silent, failure)
 
     def _send(self, sending: SenderRound, reader: TensorReader) -> CommError | None:
@@ -401,23 +402,22 @@ class Transaction:
     def _decide(self, sending: SenderRound, silent: Sequence[int], failure: CommError | None) -> bool:
         link, proposal = self._link, sending.proposal
         votes = {member: link.channel.vote(proposal, member) for member in proposal.to if member not in silent}
-        why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"
-        self._exclude(silent, why)
+        torn = {
+            member: vote.detail for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.TORN
+        }
+        broken = failure.why if failure is not None else next(iter(torn.values()), "")
+        self._exclude(silent, f"it was lost in the transfer ({broken})" if broken else "it did not vote in time")
         for member, vote in votes.items():
             if vote is not None and vote.kind is VoteKind.CORRUPT:
                 self._exclude([member], f"it received other bytes than were sent ({vote})")
         whole = [member for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.WHOLE]
         names = link.membership.members
-        torn = {
-            names.get(member, str(member)): vote.detail
-            for member, vote in votes.items()
-            if vote is not None and vote.kind is VoteKind.TORN
-        }
         committed = bool(whole) and not torn
         if not committed or silent:
             link.end.abort()
         if not committed:
-            self._last_failure = f"the sender's side: {failure}; the receivers' side: {torn}"
+            theirs = {names.get(member, str(member)): why for member, why in torn.items()}
+            self._last_failure = f"the sender's side: {failure}; the receivers' side: {theirs}"
             _log.warning("version %s was not committed; %s", self._offer.version, self._last_failure)
         if committed:
             link.membership.note_committed(whole, self._offer.content)

@@ -6,6 +6,7 @@ A new transport is one file with a payload and the two ends, and one line in ``h
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +19,17 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Proposal, Start, TransportPayload, Vote
+from hwrl.weights.control import (
+    ControlChannel,
+    Decision,
+    Limits,
+    Note,
+    Proposal,
+    Start,
+    TransportPayload,
+    Vote,
+    VoteKind,
+)
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
@@ -172,11 +183,22 @@ class SenderRound:
                 return late
         return late
 
-    def wait_for_votes(self, timeout_s: float) -> Sequence[int]:
-        """Wait for all votes, except of receivers that are gone; return the silent members."""
+    def wait_for_votes(
+        self, timeout_s: float, *, on_torn: Callable[[], object] | None = None, torn_s: float = math.inf
+    ) -> Sequence[int]:
+        """Wait for all votes, except of receivers that are gone; return the silent members.
+
+        With a first "torn" vote the round cannot commit: call ``on_torn``, and wait at most ``torn_s`` longer.
+        """
         silent: Sequence[int] = self.proposal.to
+        torn_since_s: float | None = None
         for silent in self._look(self._missing_votes, timeout_s):
             if silent and set(silent) <= set(self.gone()):
+                break
+            if on_torn is not None and torn_since_s is None and silent and self._has_torn(silent):
+                torn_since_s = time.monotonic()
+                on_torn()
+            elif torn_since_s is not None and time.monotonic() - torn_since_s >= torn_s:
                 break
         return silent
 
@@ -241,6 +263,10 @@ class SenderRound:
             late = missing(late, slice_s)
             waited_s += slice_s
             yield late
+
+    def _has_torn(self, silent: Collection[int]) -> bool:
+        votes = (self._channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)
+        return any(vote is not None and vote.kind is VoteKind.TORN for vote in votes)
 
     def _missing_ready(self, members: Sequence[int], slice_s: float) -> list[int]:
         return self._channel.missing(self.proposal, Note.READY, members, timeout_s=slice_s)

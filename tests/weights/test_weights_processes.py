@@ -104,9 +104,10 @@ def test_a_hard_model_arrives_bit_for_bit(transport: str, stages: list[str], tmp
 # -- the device transport when something breaks --------------------------------------------------------------------
 
 
-def _send_past_a_death(rank: int, address: str) -> Any:
+def _send_past_a_death(rank: int, address: str, dies: int) -> Any:
     store = connect_store(address)
     if rank == 0:
+        store.set("joined 0", "")
         with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=60.0) as sender:
             sender.wait_for_receivers(3)
             begin = time.monotonic()
@@ -114,8 +115,10 @@ def _send_past_a_death(rank: int, address: str) -> Any:
             took_s = time.monotonic() - begin
             second = sender.publish(2, _model(2))
             return first.receivers, dict(first.excluded), took_s, second.receivers, dict(second.excluded)
-    backend = DyingBackend(at=3) if rank == 2 else _cpu()
+    backend = DyingBackend(at=3) if rank == dies else _cpu()
+    store.get(f"joined {rank - 1}")  # the order decides who sends on to whom in a broadcast
     with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
+        store.set(f"joined {rank}", "")
         versions = []
         for _ in range(2):
             received = receiver.receive(timeout_s=60.0)
@@ -124,15 +127,16 @@ def _send_past_a_death(rank: int, address: str) -> Any:
         return versions
 
 
-def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_version() -> None:
+@pytest.mark.parametrize("dies", [2, 3], ids=["next-to-the-sender", "behind-another-receiver"])
+def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_version(dies: int) -> None:
     store = serve_store()
-    with Processes(_send_past_a_death, 4, store_address(store)) as processes:
+    with Processes(_send_past_a_death, 4, store_address(store), dies) as processes:
         receivers, excluded, took_s, later, later_excluded = processes.wait(0).value
         assert (receivers, later, later_excluded) == (2, 2, {})
-        assert excluded.keys() == {"r2"} and "was lost in the transfer" in excluded["r2"]
+        assert excluded.keys() == {f"r{dies}"} and "was lost in the transfer" in excluded[f"r{dies}"]
         assert took_s < 20.0
-        assert processes.wait(1).value == processes.wait(3).value == [1, 2]
-        assert "exit code -9" in str(processes.wait(2).error)
+        assert [processes.wait(rank).value for rank in (1, 2, 3) if rank != dies] == [[1, 2]] * 2
+        assert "exit code -9" in str(processes.wait(dies).error)
 
 
 def _send_to_a_corrupter(rank: int, address: str) -> Any:
