@@ -40,14 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments. ``overrides`` of a command may stand before and after its options."""
+    if not words:
+        _parser(None).print_help(sys.stderr)
+        raise SystemExit(2)
     _version_option().parse_known_args(list(takewhile(lambda word: word.startswith("-"), words)))
     parser = _parser(next((word for word in words if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(words)
     if rest and ("overrides" not in args or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_advice(rest) if 'overrides' in args else ''}")
     if rest:  # argparse takes positional arguments from one place only
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _advice(unknown: Sequence[str]) -> str:
+    """Return the advice for options that may be meant as settings, such as ``--train.steps=5`` and ``--resume``."""
+    setting = next((word.lstrip("-") for word in unknown if word.startswith("--")), None)
+    if setting is None:
+        return ""
+    return f"; a setting has no dashes: {setting if '=' in setting else f'{setting}=…, for example resume=true'}"
 
 
 def _version_option() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
     parser.add_argument("--devices", type=_sizes, required=True, help="numbers of devices, for example 8,64,10000")
     parser.add_argument(
-        "--metrics", type=Path, metavar="FILE", help="metrics.jsonl of a real run of this configuration"
+        "--metrics", type=Path, metavar="FILE", help="a run of this configuration: its directory, or its metrics.jsonl"
     )
     parser.add_argument(
         "--assume", action="append", default=[], metavar="NAME=NUMBER", help="replace a cost, for example sigma=1.2"
@@ -46,15 +46,19 @@ def run(args: argparse.Namespace) -> int:
         workload = measured
     workload = sim.assume(workload, args.assume)
     sources |= {word.partition("=")[0]: "--assume" for word in args.assume}
-    rows = []
+    rows: list[dict[str, float]] = []
+    if not args.json:
+        print(sim.table_head(beside_sync=args.beside_sync), flush=True)
     for devices in args.devices:
         size = sim.scaled(config, devices, steps=args.steps, fixed_batch=args.fixed_batch)
         result = sim.simulate(size, workload, seed=args.seed)
         baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed) if args.beside_sync else None
         rows.append(sim.result_of(result, baseline))
+        if not args.json:
+            print(sim.table_row(rows[-1]), flush=True)  # the next one may take minutes
         if (sentence := sim.limits_exceeded(result)) is not None:
             print(sentence, file=sys.stderr)
-    print((sim.as_json if args.json else sim.as_text)(rows, workload, sources))
+    print(sim.as_json(rows, workload, sources) if args.json else f"\n{sim.assumptions(workload, sources)}")
     return 0
 
 

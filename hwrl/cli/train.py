@@ -10,10 +10,14 @@ from hwrl.errors import manual, with_notes
 from hwrl.lazy import large_imports
 
 HELP = "train a policy with asynchronous reinforcement learning"
+_STATUS = (
+    "Exit status: 0 all steps done and all goals reached; 1 a goal missed, or an error; 2 wrong usage; 130 interrupted."
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.epilog = _STATUS
     parser.add_argument("config", type=Path, help=f"a YAML file; {manual('configuration.md')} lists the keys")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="for example train.steps=100 resume=true"

@@ -132,6 +132,7 @@ class Pipeline:
             return
         self._fleet.wait_for_replicas()
         self._fleet.trainers.send_weights()
+        self._view.log(self._fleet.describe_placement())
         next_step = f"step {self._first_step}" if self.step < self._config.train.steps else "no step"
         self._view.log(
             f"{self._fleet.describe()}, ready after {time.perf_counter() - self._started_s:.1f} s; "

@@ -12,10 +12,7 @@ import yaml
 from hwrl.checkpoint import DirectoryLock, DurableFS
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
-from hwrl.run.report import CURVE, METRICS, PROMPTS
-
-MODEL_DIRECTORY = "model"
-"""The directory of the trained model in the run directory."""
+from hwrl.run.report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS
 
 _FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL_DIRECTORY)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS, find_owner
 from hwrl.errors import HwrlError, RunDirectoryError
+from hwrl.invocation import invoked
 from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
 
 _REQUEST, _ANSWER = "scale_request.json", "scale_answer.json"
@@ -87,7 +88,7 @@ def _check_runs(directory: Path) -> None:
         raise RunDirectoryError(
             f"the run in {directory} is not running",
             why="no process holds its lock",
-            fix=f"continue it with: hwrl train {directory / RUN_CONFIG} resume=true rollout.replicas=N",
+            fix=f"continue it with: {invoked()} train {directory / RUN_CONFIG} resume=true rollout.replicas=N",
         )
 
 

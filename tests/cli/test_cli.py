@@ -8,6 +8,7 @@ import pytest
 
 import hwrl
 from hwrl.cli import main
+from hwrl.invocation import invoked
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,34 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--resume", "c"], "a setting has no dashes: resume=…"),
+        (["train", "c", "--train.steps=5"], "a setting has no dashes: train.steps=5\n"),
+        ([], "checkpoints"),
+    ],
+    ids=repr,
+)
+def test_wrong_usage_tells_the_right_one(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert told in capsys.readouterr().err
+
+
+def test_advice_names_the_command_as_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "a folder" / "hwrl"
+    started.parent.mkdir()
+    started.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(started), "train"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert invoked() == f"'{started}'"
+    monkeypatch.setenv("PATH", str(started.parent))
+    assert invoked() == "hwrl"
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert invoked() == "hwrl"
 
 
 def test_what_a_command_needs_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

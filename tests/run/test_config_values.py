@@ -164,6 +164,38 @@ def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
         load_config(path, ["reward.threads=2"])
 
 
+@pytest.mark.parametrize(
+    ("word", "likely"),
+    [
+        ("train.learning_rate=1", "optimizer.learning_rate or critic.learning_rate?"),
+        ("rollout.steps=1", "train.steps?"),
+        ("train.stps=1", "train.steps?"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_likely_ones(tmp_path: Path, word: str, likely: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError) as told:
+        load_config(path, [word])
+    assert f"did you mean {likely}\n" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("confg.yaml", "did you mean {}/config.yaml?"),
+        ("", "did you mean {}/config.yaml?"),
+        ("a=b", "name the YAML file first"),
+        ("other/file.yaml", "name a YAML file"),
+    ],
+)
+def test_a_path_without_a_configuration_is_told_with_the_likely_one(tmp_path: Path, given: str, advice: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError) as told:
+        load_config(tmp_path / given)
+    assert told.value.fix == advice.format(tmp_path)
+
+
 def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))

@@ -89,6 +89,18 @@ def test_a_resume_tells_which_steps_are_not_in_the_account(
     assert "after step 6" in summarise(configured(tmp_path), report.history, interrupted=True).text
 
 
+def test_the_summary_tells_the_goals_and_what_to_do_next(tmp_path: Path) -> None:
+    config = configured(tmp_path).model_copy(update={"goals": {"reward/mean": 0.9}})
+    (tmp_path / "model").mkdir()
+    told = summarise(config, [{"step": 9.0, "time_s": 1.0, "reward/mean": 0.95}], interrupted=False).text
+    assert "goals reached: reward/mean is 0.95, the goal was 0.9" in told
+    assert f"hwrl report {tmp_path}" in told and f"model {tmp_path / 'model'}" in told
+    told = summarise(config, [{"step": 9.0, "time_s": 1.0, "reward/mean": 0.5}], interrupted=False).text
+    assert "goal missed: reward/mean is 0.5" in told
+    longer = 2 * config.train.steps
+    assert f"hwrl train {tmp_path / 'config.yaml'} resume=true train.steps={longer}" in told
+
+
 def configured(directory: Path) -> Config:
     path = directory / "some.yaml"
     path.write_text(f"dir: {directory}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
@@ -237,10 +249,12 @@ def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() 
 def test_the_live_view_takes_every_line_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     view = LiveView(2)
     view.show({"step": 1.0, "time_s": 1.0, **METRICS_OF_A_STEP})
-    view.log("something happened in /tmp/a[b]c: [/b]")
+    view.log("something happened in /tmp/a[b]c: [/b]")  # the table is printed again with it
     view.show({"step": 2.0, "time_s": 2.0, "eval/reward": 0.5, "eval/exact": 0.25, **METRICS_OF_A_STEP})
+    view.log("and the end")
     view.close()
-    assert "something happened in /tmp/a[b]c: [/b]" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "something happened in /tmp/a[b]c: [/b]" in shown and "[bold]" not in shown
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hwrl.rollout import LeaseQueue, PromptLease
 from hwrl.run import Config, load_config
 from hwrl.run.simulate import (
     Lengths,
+    SimulatedRun,
     Workload,
     as_measured,
     assume,
@@ -219,6 +221,10 @@ def test_a_file_without_timings_calibrates_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": 1.0}\n')
     with pytest.raises(ConfigError, match="cannot calibrate"):
         read_run(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot calibrate"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        read_run(tmp_path / "none")
 
 
 # -- published speed-ups, docs/simulate.md ----------------------------------------------------------------------------
@@ -275,6 +281,20 @@ def test_the_command_prints_a_row_for_each_size(config_file: Path, capsys: pytes
     assert main(["simulate", str(config_file), "--devices", "4", "--metrics", str(MEASURED), *OF_MEASURED]) == 0
     assert "| train_token_s |" in (text := capsys.readouterr().out)
     assert "| measured |" in text and "| default |" in text
+
+
+def test_a_row_is_shown_before_the_next_size_is_simulated(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def note_and_simulate(*args: Any, **options: Any) -> SimulatedRun:
+        shown.append(capsys.readouterr().out)
+        return simulate(*args, **options)
+
+    monkeypatch.setattr("hwrl.run.simulate.simulate", note_and_simulate)
+    assert main(["simulate", str(config_file), "--devices", "4,8", "--steps", "4"]) == 0
+    assert shown[0].startswith("| devices |") and "| 4 |" not in shown[0] and shown[1].startswith("| 4 |")
 
 
 @pytest.mark.parametrize("word", ["sigma", "speed=3", "sigma=fast", "hang_ratio=2", "mtbf_h=0", "sigma=-1"])

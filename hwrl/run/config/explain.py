@@ -39,12 +39,19 @@ def keys_in(section: str, *, root: type[BaseModel]) -> list[str]:
 
 
 def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
-    """Return the key with the most similar spelling; or the keys of other sections with a similar last part."""
+    """Return the keys of other sections with the same last part, those of the optional critic last.
+
+    Without one: the key with the most similar spelling, or the keys with a similar last part.
+    """
     keys = _all_keys(root)
+    name = key.rpartition(".")[2]
+    moved = [one for one in keys if one.rpartition(".")[2] == name]
+    if moved:
+        return sorted(moved, key=lambda one: one.startswith("critic."))
     similar = difflib.get_close_matches(key, keys, n=1)
     if similar:
         return similar
-    last = difflib.get_close_matches(key.rpartition(".")[2], {one.rpartition(".")[2] for one in keys}, n=1)
+    last = difflib.get_close_matches(name, {one.rpartition(".")[2] for one in keys}, n=1)
     return [one for one in keys if last and one.rpartition(".")[2] == last[0]]
 
 

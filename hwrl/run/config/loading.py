@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Values in the words are YAML. Relative paths, in the file and in the words, are relative to the working directory.
     The ``config.yaml`` of a run directory has no ``dir``; it means its own directory. Raises ConfigError.
     """
+    if not path.is_file() and "=" in path.name:
+        raise ConfigError(f"{str(path)!r} is no file", why="it looks like a setting", fix="name the YAML file first")
     try:
         content = read_file(path)
         tree = parse_yaml(content.decode("utf-8"))
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
+        raise ConfigError(f"cannot read {path}", why=str(exc), fix=_fix_of_path(path)) from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
     except ValueError as exc:
@@ -47,6 +50,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for word in overrides:
         _override(tree, word)
     return parse_config(tree)
+
+
+def _fix_of_path(path: Path) -> str:
+    inside = [file for name in (RUN_CONFIG, f"run/{RUN_CONFIG}") if (file := path / name).is_file()]
+    if inside:
+        return f"did you mean {inside[0]}?"
+    names = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else "name a YAML file"
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

@@ -105,12 +105,15 @@ class Fleet:
         return self._devices.counts
 
     def describe(self) -> str:
-        """Return the processes, their reported devices, and the transport of weights, in words."""
+        """Return the backend and the numbers of processes, in words."""
+        return f"hwrl on {self._backend.info.name}: {self.describe_size()}"
+
+    def describe_placement(self) -> str:
+        """Return the reported devices of the processes, and the transport of weights, in words."""
         plan = self._devices.plan
         return (
-            f"hwrl on {self._backend.info.name}: {self.describe_size()}; {self._devices.describe()}; "
-            f"weights travel by {plan.transport}: {plan.why_transport}; {self._devices.senders} of the trainer's ranks "
-            f"send them: {self._devices.why_senders}"
+            f"{self._devices.describe()}; weights travel by {plan.transport}: {plan.why_transport}; "
+            f"{self._devices.senders} of the trainer's ranks send them: {self._devices.why_senders}"
         )
 
     # -- calls that need several kinds of processes ------------------------------------------------------------------

@@ -30,9 +30,9 @@ from hwrl.run.processes.build import (
 from hwrl.run.processes.settings import compute_dtype
 from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.run_report import MODEL_DIRECTORY
 from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
-from hwrl.run.run_directory import MODEL_DIRECTORY
 from hwrl.train import move_metrics
 from hwrl.weights import SharedWeights, SyncReport, TransportName
 

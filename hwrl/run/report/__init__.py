@@ -4,7 +4,7 @@ from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.events import EVENTS, EventLog, RecordedView, read_events
 from hwrl.run.report.rates import StepRates
 from hwrl.run.report.records import Metrics
-from hwrl.run.report.run_report import CURVE, METRICS, PROMPTS, RunReport, read_metrics
+from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
 from hwrl.run.report.samples import SAMPLES, Sample, pick_samples, read_samples
 from hwrl.run.report.views import LiveView, PlainView, View, make_view
 
@@ -12,6 +12,7 @@ __all__ = [
     "CURVE",
     "EVENTS",
     "METRICS",
+    "MODEL_DIRECTORY",
     "PROMPTS",
     "SAMPLES",
     "EventLog",

@@ -50,7 +50,9 @@ class RecordedView:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            self._record(f"interrupted{with_notes(error)}", "end")
+        elif error is not None:
             self._record(f"{type(error).__name__}: {with_notes(error)}", "error")
         self._close()
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
 CURVE = "reward.png"
+MODEL_DIRECTORY = "model"
+"""The directory of the trained model in the run directory."""
 
 
 class RunReport:

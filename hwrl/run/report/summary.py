@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hwrl.invocation import invoked
 from hwrl.run.config import RUN_CONFIG, Config
 from hwrl.run.report.bottleneck import busy_shares, describe_waits
 from hwrl.run.report.records import Metrics
-from hwrl.run.report.run_report import CURVE, METRICS
+from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY
 
 SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
 """Metrics of a LoRA run: all weights sent since the last line."""
@@ -93,11 +95,19 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
     if history:
         lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
+        lines.append(f"  a page about the run: {invoked()} report {shlex.quote(str(config.dir))}")
+    if (config.dir / MODEL_DIRECTORY).is_dir() and not interrupted:
+        lines.append(f"  model {config.dir / MODEL_DIRECTORY}")
+    if config.goals and not interrupted and not missed:
+        reached = (f"{name} is {last[name]:.4g}, the goal was {goal:.4g}" for name, goal in config.goals.items())
+        lines.append(f"goals reached: {'; '.join(reached)}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
+    again = f"{invoked()} train {shlex.quote(str(config.dir / RUN_CONFIG))} resume=true"
+    if missed:
+        lines.append(f"train longer with: {again} train.steps={2 * config.train.steps}")
     if interrupted:
-        command = f"hwrl train {config.dir / RUN_CONFIG} resume=true"
         advice = "continue" if history else "nothing was trained or saved; start again"
-        lines.append(f"{advice} with: {command}")
+        lines.append(f"{advice} with: {again}")
     return Summary(not interrupted, missed, "\n".join(lines))
 
 

@@ -55,10 +55,11 @@ class LiveView:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, show_header=False)
         for name, value in _shown(line, self._total):
-            table.add_row(f"[bold]{name}", value)
+            table.add_row(Text(name, style="bold"), Text(value))  # a logged line turns markup off for the table, too
         self._live.update(Group(table, ProgressBar(total=self._total, completed=line["step"], width=60)))
 
     def log(self, text: str) -> None:

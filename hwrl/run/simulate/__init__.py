@@ -3,7 +3,7 @@
 from hwrl.run.simulate.calibration import as_measured, averages, calibrate, read_run, settled
 from hwrl.run.simulate.simulation import SimulatedRun, simulate
 from hwrl.run.simulate.size import SimulatedSize, scaled, synchronous
-from hwrl.run.simulate.text import as_json, as_text, limits_exceeded, result_of
+from hwrl.run.simulate.text import as_json, assumptions, limits_exceeded, result_of, table_head, table_row
 from hwrl.run.simulate.workload import Lengths, Workload, assume
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "Workload",
     "as_json",
     "as_measured",
-    "as_text",
     "assume",
+    "assumptions",
     "averages",
     "calibrate",
     "limits_exceeded",
@@ -24,4 +24,6 @@ __all__ = [
     "settled",
     "simulate",
     "synchronous",
+    "table_head",
+    "table_row",
 ]

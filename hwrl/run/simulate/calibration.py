@@ -10,7 +10,7 @@ from statistics import NormalDist, median, stdev
 
 from hwrl.errors import ConfigError, manual
 from hwrl.run.config import Config
-from hwrl.run.report import Metrics
+from hwrl.run.report import METRICS, Metrics
 from hwrl.run.report.bottleneck import BUSY_SECONDS
 from hwrl.run.report.records import read_records
 from hwrl.run.simulate.simulation import simulate
@@ -25,7 +25,15 @@ _STEPS = 30
 
 
 def read_run(path: Path) -> list[Metrics]:
-    """Return the timed lines of a ``metrics.jsonl``, without its first fifth. Raises ConfigError."""
+    """Return the timed lines of a ``metrics.jsonl``, or of the one in a run directory, without its first fifth.
+
+    Raises ConfigError.
+    """
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} cannot be read", why="there is no such file", fix=f"give a run's directory, or its {METRICS}"
+        )
     lines = [line for line in read_records(path)[0] if all(name in line for name in _NEEDED)]
     if len(lines) < _LEAST_LINES:
         raise ConfigError(

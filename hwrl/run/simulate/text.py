@@ -56,13 +56,20 @@ def result_of(run: SimulatedRun, baseline: SimulatedRun | None = None) -> dict[s
     return row
 
 
-def as_text(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:
-    """Return a table of the sizes, and all assumptions with their ``sources``."""
-    names = [name for name in _COLUMNS if name in rows[0]]
-    titles = [title for name, title in zip(_COLUMNS, _TITLES, strict=True) if name in names]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---:|" * len(titles)]
-    lines += ["| " + " | ".join(_COLUMNS[name].format(row[name]) for name in names) + " |" for row in rows]
-    lines += ["", "| assumption | value | source |", "|---|---:|---|"]
+def table_head(*, beside_sync: bool) -> str:
+    """Return the first two lines of a table with a :func:`table_row` for each size."""
+    titles = [title for name, title in zip(_COLUMNS, _TITLES, strict=True) if beside_sync or name != "speedup"]
+    return "| " + " | ".join(titles) + " |\n|" + "---:|" * len(titles)
+
+
+def table_row(row: Mapping[str, Any]) -> str:
+    """Return the line of a table for one result of :func:`result_of`."""
+    return "| " + " | ".join(shape.format(row[name]) for name, shape in _COLUMNS.items() if name in row) + " |"
+
+
+def assumptions(workload: Workload, sources: Mapping[str, str]) -> str:
+    """Return a table of all assumptions with their ``sources``."""
+    lines = ["| assumption | value | source |", "|---|---:|---|"]
     lines += [
         f"| {field.name} | {getattr(workload, field.name):.5g} | {sources.get(field.name, 'default')} |"
         for field in dataclasses.fields(workload)

@@ -41,7 +41,9 @@ def build_page(directory: Path) -> bytes:
         raise RunDirectoryError(
             f"{directory} holds no run",
             why=f"there is no {Path(exc.filename or directory).name}",
-            fix="give the directory dir=… of a run of hwrl train",
+            fix=f"it is in {directory / 'run'}: give that directory"
+            if (directory / "run" / METRICS).is_file()
+            else "give the directory dir=… of a run of hwrl train",
         ) from exc
     except OSError as exc:
         raise RunDirectoryError(
