@@ -171,7 +171,7 @@ def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if get_backend().info.device_type == "cpu":  # vLLM packs linear layers there, for a library's kernels
         monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
     write_model(tmp_path, form)
-    policy, engine = Policy(tmp_path), engine_of(tmp_path)
+    policy, engine = Policy(tmp_path), engine_of(tmp_path, engine_core="inline")  # a function is called in its worker
     try:
         plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_loading.copies)  # made before any weights
         assert [{part.name for _, part in plan.copies} for plan in plans] == [policy.model.state_dict().keys()]
