@@ -10,7 +10,7 @@ import ctypes
 import functools
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
@@ -57,6 +57,12 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 @hwrl.hookimpl
 def hwrl_create_backend() -> Backend:
     return CpuBackend(INFO)
+
+
+@hwrl.hookimpl
+def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+    # After a part of a prompt vLLM sets a seeded request's generator back, which torch's CPU generator cannot do.
+    return {"enable_chunked_prefill": False} if framework == "vllm" else None
 
 
 class CpuBackend(Backend):

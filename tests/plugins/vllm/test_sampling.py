@@ -99,7 +99,7 @@ def test_stops_end_a_response_where_they_are_complete(engine: VllmEngine, model_
     assert {type(response.stop) for response in responses.values()} == {str, int, type(None)}
 
 
-def test_a_prompt_in_parts_may_have_a_seed(engine: VllmEngine) -> None:
+def test_a_long_prompt_beside_others_may_have_a_seed(engine: VllmEngine) -> None:
     (first,) = requests_of(1, prompt=LONGEST - 4)
     seeded = replace(first, sampling=Sampling(4, seed=3))
     beside = requests_of(15, prompt=LONGEST // 3, temperature=1.0)  # they leave no room for the whole prompt in a step
