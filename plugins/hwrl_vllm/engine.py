@@ -284,7 +284,7 @@ class VllmEngine(RolloutEngine):
     def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
         """Let the workers load ``weights``. The engine has no version until all of them have succeeded.
 
-        If there is no room for a copy of ``weights``, the engine keeps its version.
+        If ``weights`` cannot be copied, for example for lack of room, the engine keeps its version.
         """
         copied = self._on_device(weights, name)
         self._stop_serving()
@@ -316,7 +316,14 @@ class VllmEngine(RolloutEngine):
             return weights
         own = self._backend.device()
         with self._backend.allocating(f"the copy of {name} for vLLM's workers"):
-            return {name: one if one.device.type == own.type else one.to(own) for name, one in weights.items()}
+            try:
+                return {name: one if one.device.type == own.type else one.to(own) for name, one in weights.items()}
+            except NotImplementedError as exc:  # a meta tensor, for example
+                raise EngineError(
+                    f"{name} was not loaded; the engine keeps the version before",
+                    why=str(exc),
+                    fix="give tensors with values, in host memory or on the device",
+                ) from exc
 
     def _serve(self, version: int) -> None:
         self.version = version

@@ -343,9 +343,23 @@ def test_a_corrupt_version_is_not_received_and_the_old_one_serves(
     policy.check_greedy(requests, generate(engine, requests))
 
 
-def test_an_update_that_fails_in_the_middle_is_not_served_and_a_whole_one_heals(
+def test_weights_that_cannot_be_lent_to_a_worker_process_leave_the_version_before(
     engine: VllmEngine, policy: Policy
 ) -> None:
+    if engine._worker_is_here:
+        pytest.skip("the worker is in this process and reads the weights themselves")
+    before = engine.version
+    torn = policy.change()
+    torn["model.norm.weight"] = torn["model.norm.weight"].to("meta")
+    with pytest.raises(EngineError, match="version 699 was not loaded; the engine keeps the version before"):
+        engine.load_weights(torn.items(), version=699)
+    assert engine.version == before
+
+
+def test_an_update_that_fails_in_the_middle_is_not_served_and_a_whole_one_heals(
+    engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_on_device", lambda weights, name: weights)  # it would refuse them at once
     running = requests_of(2, new=20)
     engine.submit(running)
     engine.step()
@@ -355,6 +369,7 @@ def test_an_update_that_fails_in_the_middle_is_not_served_and_a_whole_one_heals(
         engine.load_weights(torn.items(), version=700)
     with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
         engine.step()
+    monkeypatch.undo()
     engine.load_weights(policy.change().items(), version=701)
     assert {701} < {version for response in finish(engine).values() for version in response.versions.tolist()}
     requests = requests_of(3)
