@@ -17,8 +17,8 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS, find_owner
 from hwrl.errors import HwrlError, RunDirectoryError
-from hwrl.invocation import invoked
 from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
+from hwrl.run.invocation import invoked
 
 _REQUEST, _ANSWER = "scale_request.json", "scale_answer.json"
 _MOST_NBYTES = 1 << 16

@@ -8,7 +8,7 @@ import pytest
 
 import hwrl
 from hwrl.cli import main
-from hwrl.invocation import invoked
+from hwrl.run.invocation import invoked
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

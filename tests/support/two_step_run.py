@@ -42,7 +42,7 @@ class StandInFleet:
     def describe(self) -> str:
         return "nothing"
 
-    describe_size = describe
+    describe_size = describe_placement = describe
 
     def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()

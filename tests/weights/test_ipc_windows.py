@@ -202,10 +202,10 @@ def interrupt_the_vote(rank: int, address: str, times: int) -> Any:
         sender.publish(1, model_of(1).items())
         wait, waits = SenderRound.wait_for_votes, iter([KeyboardInterrupt] * times)
 
-        def interrupted(sending: SenderRound, timeout_s: float) -> Any:
+        def interrupted(sending: SenderRound, timeout_s: float, **limits: Any) -> Any:
             for error in waits:
                 raise error
-            return wait(sending, timeout_s)
+            return wait(sending, timeout_s, **limits)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SenderRound, "wait_for_votes", interrupted)

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hwrl.invocation import invoked
 from hwrl.run.config import RUN_CONFIG, Config
+from hwrl.run.invocation import invoked
 from hwrl.run.report.bottleneck import busy_shares, describe_waits
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY
