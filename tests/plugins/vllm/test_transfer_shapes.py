@@ -68,7 +68,8 @@ def same(workers: Workers, model: torch.nn.Module) -> bool:
 
 
 def trainer_for(workers: Workers, model: torch.nn.Module, **settings: Any) -> TransferTrainer:
-    settings = {"timeout_s": 5.0, **settings}
+    """``timeout_s`` is long: workers are threads of this process, and its machine may be busy."""
+    settings = {"timeout_s": 60.0, **settings}
     return TransferTrainer(TransferTrainerInit(**settings), client=workers, source=WeightSource.from_module(model))
 
 
@@ -176,7 +177,7 @@ def test_a_lost_call_that_begins_or_ends_an_update_loses_no_version(
 
 def test_a_missing_worker_is_noticed_before_anything_is_sent(workers_of: MakeWorkers) -> None:
     with pytest.raises(EngineError, match=r"not all of vLLM's workers have joined(.|\n)*only these have: \[0\]"):
-        trainer_for(workers_of(count=1, of=2), tiny_model())
+        trainer_for(workers_of(count=1, of=2), tiny_model(), timeout_s=2.0)
 
 
 def test_a_worker_that_cannot_reach_the_trainer_raises_nothing(
