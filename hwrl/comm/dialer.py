@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from hwrl.comm.signed import KeyedAddress, dial
-from hwrl.comm.sockets import process_sockets
+from hwrl.comm.sockets import brief_name_lookups, process_sockets
 from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
@@ -53,7 +53,8 @@ class Dialer:
                 before = list(self._relays)
             if not starts_server:  # torch would try a lost connection again and again, and print a C++ stack each time
                 self._dialed.append(dial(self.address, timeout_s=timeout_s))
-            made = client()
+            with brief_name_lookups():
+                made = client()
             with self._lock:
                 new = [relay for relay in self._relays if relay not in before]
             if len(new) == 1:  # else torch has connected by itself at the same time, and the relays stay

@@ -11,8 +11,10 @@ from tests.faults.acts import Act, DisturbMachine, Edit, Freeze, Limit, Protect,
 HEARTBEAT_S = 8
 HELPERS = ("env-agent", "agent")
 """Processes of Ray that a run hardly needs. Its raylet starts them; hwrl lets Ray start no others."""
-LIMIT_S, SLOW_LIMIT_S = 150.0, 240.0
-"""Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits."""
+LIMIT_S, SLOW_LIMIT_S = 300.0, 400.0
+"""Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits. A run
+needs 20 s on an idle machine, 120 s until it is ready on a busy one; one that hangs is noticed by its silence.
+"""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
 """Phases with a log line of the run. The others have gates."""
 
