@@ -84,11 +84,12 @@ def _write_model(directory: Path, bare: Path, *, nbytes: float) -> int:
     shape = ModelShape(_VOCABULARY, _HIDDEN, 3 * _HIDDEN, layers, _HIDDEN // 128, _HIDDEN // 256)
     shape.write(bare)
     described = dict(build_meta_model(bare, dtype=torch.bfloat16).named_parameters())
-    generator = torch.Generator().manual_seed(0)
+    largest = max(one.numel() for one in described.values())  # new numbers for each would take a minute for 2 GiB
+    numbers = torch.randn(largest, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
     def random() -> Iterator[tuple[str, torch.Tensor]]:
         for name, one in described.items():
-            yield name, torch.randn(one.shape, dtype=torch.bfloat16, generator=generator)
+            yield name, numbers[: one.numel()].view(one.shape)
 
     write_tensors(directory, described.items(), random())
     shape.write(directory)
