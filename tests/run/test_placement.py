@@ -267,3 +267,7 @@ def test_two_processes_on_one_device_are_refused_unless_their_seats_share_it() -
 def test_a_host_has_no_devices_to_divide_and_a_device_that_says_nothing_has() -> None:
     assert not has_devices(hwrl_cpu.CpuBackend(hwrl_cpu.INFO))
     assert has_devices(Backend(BackendInfo(name="bare", device_type="cpu", description="a device without a map")))
+
+
+def test_a_replica_of_two_workers_fits_on_a_host_without_devices() -> None:
+    check_devices(ProcessDevices(count=2), (0, 1), hwrl_cpu.CpuBackend(hwrl_cpu.INFO), {})

@@ -318,6 +318,8 @@ def make_visible(wanted: ProcessDevices, devices: DeviceMap, env: MutableMapping
 
 def check_devices(wanted: ProcessDevices, own: Sequence[int], backend: Backend, env: Mapping[str, str]) -> None:
     """Raise PlacementError if this process does not see the devices of :func:`make_visible`."""
+    if not has_devices(backend):  # the host's processors serve as many workers as there are
+        return
     variable, seen = backend.devices.visible_variable, backend.device_count()
     setting = f"{variable}={env.get(variable, '(not set)')}" if variable else "it has no visible-devices variable"
     if max(own) >= seen:
