@@ -16,8 +16,8 @@ from hwrl_bench.ways import BenchPlan
 
 HELP = "asynchronous training against staleness_threshold=0, the same work on the same cores"
 
-LENGTHS = [4] * 14 + [6] * 3 + [12] * 2 + [24]
-"""Digits to sort, each entry equally often: most answers are short, one in twenty is six times as long."""
+LENGTHS = [4] * 14 + [6] * 3 + [12] * 2
+"""Digits to sort, each entry equally often; a last one, ``--longest``, makes one answer in twenty much longer."""
 TARGET_SHARE = 0.9
 """The target reward is this share of the lower of the two final rewards."""
 SMOOTHED_STEPS = 10
@@ -32,6 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive_int, default=300, help="training steps of each run (default 300)")
     parser.add_argument(
         "--staleness", type=whole_number, default=2, help="staleness_threshold of the asynchronous run (default 2)"
+    )
+    parser.add_argument(
+        "--longest",
+        type=positive_int,
+        default=24,
+        help="digits to sort in the longest prompts, one in twenty; 70 %% have 4 (default 24)",
     )
     parser.add_argument("--rounds", type=positive_int, default=1, help="runs of each kind, alternating (default 1)")
     parser.add_argument("--seed", type=whole_number, default=1)
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = {way: [*common, f"async_training.staleness_threshold={each}"] for way, each in staleness.items()}
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        config = write_demo(scratch, seed=args.seed, digits=LENGTHS, prompts=4096)
+        config = write_demo(scratch, seed=args.seed, digits=[*LENGTHS, args.longest], prompts=4096)
         histories = train_in_turns(BenchPlan(tuple(overrides), args.rounds), config, overrides, scratch=scratch)
     result = compare(histories)
     report(result, table(result), json_path=args.json)
