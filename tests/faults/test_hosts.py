@@ -64,12 +64,12 @@ def test_a_run_on_two_hosts_loses_one_and_no_prompt() -> None:
             _cut_until_lost(network, run)
             _lose(network, run)
             again = finish(network, work, run, WORDS)
+            assert name_end(130, run.output()) == "interrupted"
         except BaseException:
             print(run.output())
             raise
         finally:
             run.close()
-        assert name_end(130, run.output()) == "interrupted"
         check_accounts(again.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
         wait_until_no_actors(network)
 
