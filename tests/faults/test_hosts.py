@@ -12,6 +12,7 @@ from tests.support.host_network import HostNetwork, why_unavailable
 from tests.support.host_run import (
     HostRun,
     actors_on,
+    command_of,
     finish,
     ray_hosts,
     return_to_cluster,
@@ -60,6 +61,7 @@ def test_a_run_on_two_hosts_loses_one_and_no_prompt() -> None:
             output = run.output()
             assert "weights travel by device" in output and "has no authentication" not in output
             assert all(actors_on(host) for host in network.hosts)
+            assert any("ray::LedgerActor" in command_of(pid) for pid in actors_on(network.hosts[0]))
             _cut_for_a_moment(network, run)
             _cut_until_lost(network, run)
             _lose(network, run)

@@ -137,13 +137,13 @@ class ReplicaHandle(ActorHandle):
 class LedgerHandle(ActorHandle):
     """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too.
 
-    The ledger runs on the driver's machine, if Ray has room there. A ``replica_id`` names one life of a replica.
+    The ledger runs on the driver's machine. A ``replica_id`` names one life of a replica.
     """
 
     def __init__(self, config: Config) -> None:
         # If the driver's machine is lost, the run ends anyway. On another machine the ledger would be one more thing to
         # lose.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         super().__init__(LedgerActor, config, num_cpus=0, scheduling_strategy=here)
 
     def lease(self, count: int, replica_id: str) -> Answer[list[PromptLease]]:
