@@ -7,29 +7,48 @@ import ctypes
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 
 _RES_INIT = 1
+_duplicates: set[int] = set()  # open descriptors that process_sockets made
+_lock = threading.RLock()  # of _duplicates; the garbage collector may end an iteration while this thread holds it
 
 
 def process_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield the descriptor of each TCP socket of this process, newest first mostly, with a duplicate of the socket.
 
-    The duplicate is closed when the caller takes the next one. Linux only.
+    The duplicate is closed when the caller takes the next one. Several threads may iterate: none gets the duplicate
+    of another. Linux only.
     """
     for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
+        mine = _duplicate_socket(descriptor)
+        if mine is None:
+            continue
         try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):  # closing a file's duplicate drops the process's locks
-                continue
-            copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
-            continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # the number got another file in between
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as mine:
             if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
                 yield descriptor, mine
+        finally:
+            with _lock:
+                _duplicates.discard(mine.fileno())
+                mine.close()
+
+
+def _duplicate_socket(descriptor: int) -> socket.socket | None:
+    """Return a duplicate of a socket; None for another file, one that is closed meanwhile, or a duplicate made here."""
+    with _lock, contextlib.suppress(OSError):
+        if descriptor in _duplicates or not _is_socket(descriptor):  # a file's duplicate would drop its locks
+            return None
+        copy = os.dup(descriptor)
+        if _is_socket(copy):  # else the number got another file in between
+            _duplicates.add(copy)
+            return socket.socket(fileno=copy)
+        os.close(copy)
+    return None
+
+
+def _is_socket(descriptor: int) -> bool:
+    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 
 @contextlib.contextmanager

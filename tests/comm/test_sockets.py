@@ -22,6 +22,15 @@ def test_a_look_at_the_sockets_keeps_the_locks_of_files(tmp_path: Path) -> None:
     assert "BlockingIOError" in other.stderr
 
 
+def test_a_look_at_the_sockets_does_not_see_the_duplicates_of_another_look() -> None:
+    seen: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for descriptor, mine in process_sockets():
+            if descriptor == listener.fileno():
+                seen += [number for number, other in process_sockets() if other.getsockname() == mine.getsockname()]
+        assert seen == [listener.fileno()]
+
+
 @pytest.mark.parametrize(
     ("host", "is_loopback"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -70,10 +69,10 @@ def assert_all_trained_once(run: Run) -> None:
 
 
 def assert_no_step_waited(lines: list[dict[str, float]]) -> None:
-    """The version that the new replica got first took no longer to send than others did in the whole run."""
+    """The version that the new replica got first took no longer to send than others did, not as long as its start."""
     first = next(number for number, line in enumerate(lines) if line["sync/receivers"] == 2.0)
-    usual_s = statistics.median(line["timing_s/sync"] for line in lines)
-    assert lines[first]["timing_s/sync"] < max(1.0, 20 * usual_s)
+    others_s = [line["timing_s/sync"] for number, line in enumerate(lines) if number != first]
+    assert lines[first]["timing_s/sync"] < max(3.0, 2 * max(others_s))
 
 
 def test_a_run_that_cannot_be_scaled_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
