@@ -66,6 +66,13 @@ class CommitOutcome(NamedTuple):
     excluded: dict[str, str]
 
 
+class SendFailure(NamedTuple):
+    """Why a transfer broke on the sender's side. Text only: the error's traceback would keep the tensors alive."""
+
+    why: str
+    error: str
+
+
 class SenderLink:
     """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals.
 
@@ -344,7 +351,7 @@ class Transaction:
             silent = sending.wait_for_votes(patience_s, on_torn=self._link.end.abort, torn_s=torn_s)
             return self._decide(sending, silent, failure)
 
-    def _send(self, sending: SenderRound, reader: TensorReader) -> CommError | None:
+    def _send(self, sending: SenderRound, reader: TensorReader) -> SendFailure | None:
         link = self._link
         link.sending = sending
         try:
@@ -360,7 +367,7 @@ class Transaction:
                 sending.begin_chapter(BROKEN_OFF)
             if reader.begun:  # else they were not told of the round
                 link.reports.stop(sending)
-            return exc
+            return SendFailure(exc.why, str(exc))
         except BaseException as exc:
             self.give_up(exc)  # first: ending the operations under way may take as long as the wire's timeout
             link.end.abort()
@@ -399,7 +406,7 @@ class Transaction:
         if gone:
             raise CommError("a receiver was removed", why=f"number {min(gone)} is no member", fix="none is needed")
 
-    def _decide(self, sending: SenderRound, silent: Sequence[int], failure: CommError | None) -> bool:
+    def _decide(self, sending: SenderRound, silent: Sequence[int], failure: SendFailure | None) -> bool:
         link, proposal = self._link, sending.proposal
         votes = {member: link.channel.vote(proposal, member) for member in proposal.to if member not in silent}
         torn = {
@@ -417,7 +424,8 @@ class Transaction:
             link.end.abort()
         if not committed:
             theirs = {names.get(member, str(member)): why for member, why in torn.items()}
-            self._last_failure = f"the sender's side: {failure}; the receivers' side: {theirs}"
+            ours = None if failure is None else failure.error
+            self._last_failure = f"the sender's side: {ours}; the receivers' side: {theirs}"
             _log.warning("version %s was not committed; %s", self._offer.version, self._last_failure)
         if committed:
             link.membership.note_committed(whole, self._offer.content)

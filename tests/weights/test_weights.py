@@ -1,5 +1,6 @@
 """The rules of the weight link, with sender and receivers as threads of one process; the groups are real."""
 
+import gc
 import json
 import time
 import weakref
@@ -13,6 +14,7 @@ import torch
 
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import (
+    CommError,
     CommTimeoutError,
     ConfigError,
     LayoutMismatchError,
@@ -22,7 +24,10 @@ from hwrl.errors import (
 )
 from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
 from hwrl.weights.control import ControlChannel, Decision, Proposal, Vote
-from hwrl.weights.transports.device import Lanes
+from hwrl.weights.report import StageClock
+from hwrl.weights.slabs import TensorReader
+from hwrl.weights.transport import SenderRound
+from hwrl.weights.transports.device import DeviceSender, Lanes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend
 from tests.support.weight_link import (
@@ -291,6 +296,30 @@ def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store
         received = waiting()
     assert [int(received[f"t{number}"][0]) for number in range(50)] == list(range(50))
     assert made.read == 1 and made.most <= 6
+
+
+class _Breaking(DeviceSender):
+    """Loses its receivers after the tensors were read."""
+
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+        tensors = [reader.tensors_of(slab) for slab in reader.layout.slabs]
+        raise CommError("a receiver was lost", why="a test", fix=f"none: {len(tensors)} slabs were read")
+
+
+def test_a_torn_transfer_keeps_no_tensor_alive(store: Store) -> None:
+    made = _Made(4)
+    transports = {**TRANSPORTS, "device": replace(TRANSPORTS["device"], sender=_Breaking)}
+    gc.collect()
+    gc.disable()
+    try:
+        with sender_of(store, transports=transports, timeout_s=1.0) as sender, receiver_of(store) as receiver:
+            waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+            assert sender.publish(1, made.source()).excluded
+            assert made.read == 1 and made.alive == 0
+            with pytest.raises(ReceiverExcludedError):
+                waiting()
+    finally:
+        gc.enable()
 
 
 def test_waiting_says_who_came_and_what_was_not_offered(store: Store) -> None:
