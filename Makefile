@@ -83,8 +83,9 @@ test-stack-torch: $(INSTALLED)
 
 test-vllm: test-stack-vllm
 
+# Without --quiet: it hides the warnings from --strict, too.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 ci/stack docs mkdocs build --strict --quiet --config-file ci/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 ci/stack docs mkdocs build --strict --config-file ci/docs/mkdocs.yml
 	@echo "open build/site/index.html; with search: python3 -m http.server -d build/site"
 
 crash-test: $(INSTALLED)

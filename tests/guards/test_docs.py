@@ -30,6 +30,17 @@ def test_no_page_has_the_marks_of_a_merge() -> None:
     assert marked == []
 
 
+def test_the_navigation_of_the_site_names_each_page_once() -> None:
+    """Also where mkdocs, whose strict build would say it, is not installed."""
+    navigation = (DOCS.parent / "ci/docs/mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"[\w/]+\.md", navigation)) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_a_warning_fails_the_build_of_the_site() -> None:
+    (build,) = re.findall(r"mkdocs build .*", (DOCS.parent / "Makefile").read_text())
+    assert "--strict" in build and "--quiet" not in build, "with --quiet mkdocs counts no warnings"
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 def test_every_hook_is_documented_with_its_signature(hook: FunctionType) -> None:
     body = sections("hooks.md")[hook.__name__]
