@@ -73,3 +73,17 @@ def test_the_tables_tell_every_key_and_capability_as_the_code_does() -> None:
         text = (DOCS / page).read_text(encoding="utf-8")
         assert write(text) == text, f"{page} is outdated: run ci/docs/tables.py"
         assert right in text and write(text.replace(right, wrong)) == text
+
+
+def test_lines_of_prose_are_short() -> None:
+    wrap = runpy.run_path(str(DOCS.parent / "ci/docs/wrap.py"))
+    found = {path.name: lines for path in wrap["PAGES"] if (lines := wrap["long_lines"](path.read_text()))}
+    assert not found, "run ci/docs/wrap.py"
+
+
+def test_only_prose_is_wrapped() -> None:
+    wrap = runpy.run_path(str(DOCS.parent / "ci/docs/wrap.py"))["wrap"]
+    long = "word " * 30
+    code, table, link = f"```\n{long}\n```\n", f"| {long} |\n", f"[{long}](page.md)\n"
+    assert wrap(code + table + link) == code + table + link
+    assert wrap(f"- {long}\n") == f"- {'word ' * 22}word\n  {'word ' * 6}word\n"
