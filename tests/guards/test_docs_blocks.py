@@ -1,6 +1,6 @@
 """Every printed block of every page is of use: names exist, configurations load, commands parse. Nothing runs here.
 
-Tests of the parts run the blocks that are whole programs.
+Tests of the parts run the blocks of Python; :data:`RUN_BY` names them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,31 @@ from hwrl.run.config import load_config
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "plugins/README.md", *sorted(REPO.glob("docs/*.md"))]
 LEAST = {"dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": {"function": "m:f"}}
+RUN_BY: dict[str, tuple[int, str]] = {
+    "README.md": (1, "guards/test_docs_examples.py"),
+    "agents.md": (1, "support/trained_agents.py"),
+    "algorithms.md": (2, "guards/test_docs_examples.py"),
+    "backends.md": (2, "testing/test_documented_backend.py"),
+    "checkpoints.md": (3, "guards/test_docs_examples.py"),
+    "comm.md": (1, "weights/test_weights_docs.py"),
+    "conformance.md": (1, "testing/test_kit_docs.py"),
+    "data.md": (1, "rollout/test_data_sets.py"),
+    "hooks.md": (15, "guards/test_docs.py cli/test_commands.py"),  # 14 signatures, and a plugin
+    "index.md": (1, "guards/test_docs_examples.py"),
+    "megatron.md": (1, "plugins/megatron/test_sharded.py"),
+    "memory.md": (1, "guards/test_docs_examples.py"),
+    "new_backend.md": (1, "testing/test_kit_docs.py"),
+    "report.md": (1, "run/test_trackers.py"),
+    "rewards.md": (4, "rollout/test_reward_calls.py rollout/test_judge.py"),
+    "stacks.md": (1, "plugins/torchtitan/test_page.py"),
+    "training.md": (1, "guards/test_docs_examples.py"),
+    "trl.md": (2, "plugins/trl/test_trainer.py plugins/trl/test_server.py"),
+    "vllm.md": (2, "plugins/vllm/vllm_server.py rollout/test_embedded_engine.py"),
+    "watching.md": (1, "rollout/test_tracing.py"),
+    "weights.md": (7, "weights/test_weights_docs.py"),
+    "workflows.md": (1, "rollout/test_workflow.py"),
+}
+"""How many blocks of Python a page has, and the tests that run them as printed."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 
 
@@ -105,6 +130,15 @@ def check_python(block: str) -> None:
 def test_python_names_what_exists(page: Path) -> None:
     for block in blocks(page, "python"):
         check_python(block)
+
+
+def test_every_block_of_python_runs_in_a_test() -> None:
+    counts = {page.name: len(blocks(page, "python")) for page in PAGES if page.parent.name != "plugins"}
+    printed = {name: count for name, count in counts.items() if count}
+    assert printed == {name: count for name, (count, _) in RUN_BY.items()}, "add a test that runs it, and say so here"
+    for page, (_, tests) in RUN_BY.items():
+        for test in tests.split():
+            assert page in (REPO / "tests" / test).read_text(encoding="utf-8"), f"tests/{test} does not read {page}"
 
 
 @pytest.mark.parametrize(

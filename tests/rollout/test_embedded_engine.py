@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,19 @@ def test_experts_are_loaded_by_their_own_names_into_the_packed_parameters() -> N
     engine.load_weights(weights.items(), version=1)
     (again,) = generate(engine, [request]).values()
     assert again.token_ids.tolist() == response.token_ids.tolist()
+
+
+def test_the_page_on_vllm_puts_it_to_sleep_and_wakes_it() -> None:
+    """Every engine sleeps by these calls; on a device, ``tests/plugins/vllm/test_sleep.py`` runs them with vLLM's."""
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    (block,) = re.findall(r"^```python\n(engine\.sleep.*?)^```", page, re.MULTILINE | re.DOTALL)
+    engine, newer = engine_of(tiny_model(0), max_running=2, max_length=24), tiny_model(1)
+    weights, _ = saved_weights(newer)
+    exec(compile(block, "vllm.md", "exec"), {"engine": engine, "weights": weights.items()})
+    assert engine.version == 8
+    (request,) = requests_of(1, temperature=0.0)
+    (response,) = generate(engine, [request]).values()
+    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-5)
 
 
 def test_logits_of_a_prompt_are_computed_for_its_last_token_only() -> None:

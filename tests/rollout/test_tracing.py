@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,8 @@ from hwrl.rollout.tracing import SpanLog
 from tests.support.agents import ask
 from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, rollouter_of, step_until
+
+PAGE = Path(__file__).parents[2] / "docs" / "watching.md"
 
 
 def roll_out(numbers: list[int], *, trace_every: int) -> list[PromptGroup]:
@@ -83,6 +88,24 @@ def spans_of(log: SpanLog | None) -> tuple[Span, ...]:
     """Return the spans of a group of two runs of a workflow with a tool, generated with ``log``."""
     run_each(with_a_tool, [log])
     return () if log is None else log.spans()
+
+
+def test_the_tool_of_the_page_is_in_the_trace() -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "watching.md", "exec"), names)
+
+    async def looks_up(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        assert [await names["look_up"](word, {"a": "1"}) for word in "ab"] == ["1", ""]
+        await trajectory.generate()
+        return trajectory.finish(reward=1.0)
+
+    log = SpanLog()
+    run_each(looks_up, [log, None])
+    tools = [span.attributes for span in log.spans() if span.name == "tool"]
+    assert sorted((tool["sample"], tool["failed"]) for tool in tools) == [(0, False), (0, True), (1, False), (1, True)]
+    assert {tool["tool"] for tool in tools} == {"look_up"}
 
 
 def test_a_call_of_an_endpoint_is_in_the_trace_of_its_own_sample() -> None:

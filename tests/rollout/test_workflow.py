@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,11 @@ from hwrl.rollout import (
     WorkflowSettings,
     single_turn,
 )
+from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, InlineScorer, Lengths, Updater, step_until
 
 Make = Callable[..., WorkflowGenerator]
+PAGE = Path(__file__).parents[2] / "docs" / "workflows.md"
 
 
 @pytest.fixture
@@ -82,6 +86,25 @@ def test_a_trajectory_of_several_turns_has_the_engines_tokens_and_the_tools(make
     assert generator.tokens == 8
     group.score(InlineScorer(lambda *_: 9.0))
     assert group.metrics() == [{"reward": 2.0, "turns": 2.0}] * 2
+
+
+@pytest.mark.parametrize(("answer", "reward", "turns"), [("\n !", 1.0, 1), ("another", 0.0, 3)])
+def test_the_workflow_of_the_page_takes_turns_until_it_is_right(
+    make: Make, answer: str, reward: float, turns: int
+) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "workflows.md", "exec"), names)
+    tokenizer = STYLES["chatml"].tokenizer()
+    generator = make(names["factory"](tokenizer=tokenizer, turns=3), max_length=64)
+    says_six = Prompt("", np.array([6], dtype=np.int32), answer)
+    group = generator.start(says_six, Sampling(10), size=2)
+    step_to_the_end(generator)
+    for row in group.trajectories:
+        said = [tokenizer.decode(part.token_ids, skip_special_tokens=True) for part in row.segments[1:]]
+        assert said == ["\n !", "wrong>"] * (turns if reward == 0 else 0) + (["\n !"] if reward else [])
+    group.score(InlineScorer(lambda *_: 9.0))
+    assert group.metrics() == [{"reward": reward, "turns": turns}] * 2
 
 
 def test_a_single_turn_as_a_workflow_is_the_single_turn(make: Make) -> None:

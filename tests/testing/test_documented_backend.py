@@ -1,4 +1,4 @@
-"""The backend printed in docs/backends.md, installed as a package of its own, is found, chosen, and conforms."""
+"""The backend in docs/backends.md, installed as its own package, is found, chosen, and conforms; its tests pass."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 HWRL = str(Path(sysconfig.get_path("scripts")) / "hwrl")
 
 
-def printed(language: str) -> str:
-    """Return the first code block of ``language`` in the section that shows a backend."""
-    section = DOCS.read_text().partition("## Add a backend")[2]
+def printed(language: str, *, heading: str = "Add a backend") -> str:
+    """Return the first code block of ``language`` in the section with this heading."""
+    section = DOCS.read_text().partition(f"## {heading}")[2]
     found = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found.group(1)
@@ -40,10 +42,11 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(site: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(site: Path, *words: str, command: Sequence[str] = (HWRL,), **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "HWRL_BACKEND"}
     env = clean | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run([HWRL, *words], env=env, cwd=site, text=True, capture_output=True, timeout=150, check=False)
+    words = (*command, *words)
+    return subprocess.run(words, env=env, cwd=site, text=True, capture_output=True, timeout=150, check=False)
 
 
 def test_it_is_found_and_chosen_by_detection(site: Path) -> None:
@@ -62,6 +65,16 @@ def test_its_no_comes_with_its_reason(site: Path) -> None:
 def test_it_conforms(site: Path) -> None:
     ended = run(site, "conformance", "acme", "--level", "collectives", ACME_SIMULATOR="1")
     assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.extended  # like the test before
+def test_its_own_tests_pass(site: Path) -> None:
+    (site / "test_acme.py").write_text(printed("python", heading="Prove it"))
+    pytest_here = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
+    ended = run(site, "test_acme.py", command=pytest_here, ACME_SIMULATOR="1")
+    assert ended.returncode == 0, ended.stdout
+    for passed in ("TestDevice", "TestDeviceMemory"):
+        assert re.search(rf"::{passed}::\w+ PASSED", ended.stdout), ended.stdout
 
 
 def test_it_is_as_short_as_the_page_says() -> None:

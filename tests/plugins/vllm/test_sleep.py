@@ -12,6 +12,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
+from tests.plugins.vllm.vllm_server import of_page
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -52,6 +53,15 @@ def test_after_level_2_weights_must_come_before_the_cache(engine: VllmEngine, po
     engine.wake(["weights"])
     engine.load_weights(weights.items(), version=3)
     engine.wake(["kv_cache"])
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_the_calls_of_the_page(engine: VllmEngine, policy: Policy) -> None:
+    engine.load_weights(policy.change().items(), version=7)
+    block = of_page(r"```python\n(engine\.sleep.*?)```")
+    exec(compile(block, "vllm.md", "exec"), {"engine": engine, "weights": policy.change().items()})
+    assert engine.version == 8
     requests = requests_of(3)
     policy.check_greedy(requests, generate(engine, requests))
 
