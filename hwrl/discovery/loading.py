@@ -23,8 +23,8 @@ from hwrl.interfaces import API_VERSION, BackendInfo
 MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
 """The hooks of every backend plugin."""
 
-_Loaded = TypeVar("_Loaded")
-_Answer = TypeVar("_Answer")
+_LoadedT = TypeVar("_LoadedT")
+_AnswerT = TypeVar("_AnswerT")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
@@ -32,7 +32,7 @@ class PluginFault(Exception):
     """A plugin raised an exception or broke a rule; the message is the reason, for users."""
 
 
-def run_plugin_code(call: Callable[[], _Answer]) -> _Answer:
+def run_plugin_code(call: Callable[[], _AnswerT]) -> _AnswerT:
     """Run a plugin's code and return its result; raise PluginFault for any exception in it.
 
     This includes ``sys.exit`` and a vendor's own BaseException: a plugin must not end its caller. HwrlError and
@@ -93,14 +93,14 @@ class Plugin:
     manager: pluggy.PluginManager
 
 
-class Installed(Generic[_Loaded]):
+class Installed(Generic[_LoadedT]):
     """The installed entry points, by name. Each loads on first use, once.
 
     ``load`` loads an entry point, given all its names. An exception in it becomes a LoadFailure.
     """
 
     def __init__(
-        self, entry_points: Iterable[EntryPoint], load: Callable[[EntryPoint, tuple[str, ...]], _Loaded]
+        self, entry_points: Iterable[EntryPoint], load: Callable[[EntryPoint, tuple[str, ...]], _LoadedT]
     ) -> None:
         self._load = load
         by_name: dict[str, list[EntryPoint]] = defaultdict(list)
@@ -108,13 +108,13 @@ class Installed(Generic[_Loaded]):
             by_name[entry.name].append(entry)
         self._entries = {name: entries[0] for name, entries in sorted(by_name.items()) if len(entries) == 1}
         self._duplicates = {name: _duplicate(name, entries) for name, entries in by_name.items() if len(entries) > 1}
-        self._loaded: dict[str, _Loaded | LoadFailure] = {}
+        self._loaded: dict[str, _LoadedT | LoadFailure] = {}
 
     def names(self) -> list[str]:
         """Return every registered name, aliases and duplicates included, sorted."""
         return sorted([*self._entries, *self._duplicates])
 
-    def load(self, name: str) -> _Loaded | LoadFailure:
+    def load(self, name: str) -> _LoadedT | LoadFailure:
         """Load the entry point ``name``, one of :meth:`names`, and no other; return the result or the failure."""
         if name in self._duplicates:
             return self._duplicates[name]
@@ -124,7 +124,7 @@ class Installed(Generic[_Loaded]):
             self._loaded[entry.value] = _attempt(self._load, entry, aliases)
         return self._loaded[entry.value]
 
-    def load_all(self) -> list[_Loaded | LoadFailure]:
+    def load_all(self) -> list[_LoadedT | LoadFailure]:
         """Load every entry point; return each result and each failure once, however many names it has."""
         return list({id(loaded): loaded for loaded in map(self.load, self.names())}.values())
 
@@ -140,8 +140,8 @@ def _distribution(entry: EntryPoint) -> str:
 
 
 def _attempt(
-    load: Callable[[EntryPoint, tuple[str, ...]], _Loaded], entry: EntryPoint, names: tuple[str, ...]
-) -> _Loaded | LoadFailure:
+    load: Callable[[EntryPoint, tuple[str, ...]], _LoadedT], entry: EntryPoint, names: tuple[str, ...]
+) -> _LoadedT | LoadFailure:
     try:
         return run_plugin_code(lambda: load(entry, names))
     except (PluginFault, HwrlError) as fault:

@@ -28,17 +28,17 @@ _PULSE_S = 1.0
 _CANCEL_S = 1.0
 """How long a cancelled call may take to end."""
 
-Note = Callable[[int, int], None]
+NoteCall = Callable[[int, int], None]
 """Notes that a call begins: the job's number, and the call's index."""
 
 
-def serve(connection: socket.socket, reward: RewardFunction, settings: RewardSettings, note: Note) -> None:
+def serve(connection: socket.socket, reward: RewardFunction, settings: RewardSettings, note: NoteCall) -> None:
     """Score jobs from ``connection`` until it is closed. Blocks."""
     asyncio.run(_Loop(reward, settings, note).serve(connection))
 
 
 class _Loop:
-    def __init__(self, reward: RewardFunction, settings: RewardSettings, note: Note) -> None:
+    def __init__(self, reward: RewardFunction, settings: RewardSettings, note: NoteCall) -> None:
         self._reward, self._settings, self._note = reward, settings, note
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._jobs: set[asyncio.Task[None]] = set()

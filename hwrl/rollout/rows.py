@@ -21,11 +21,11 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _OPTIONS = {"split": "split", "config": "name", "revision": "revision"}
 """The options in a name, and the parameters of ``datasets.load_dataset``."""
 
-Row = tuple[str, dict[str, Any]]
+PlacedRow = tuple[str, dict[str, Any]]
 """A row's place, for errors, and its content."""
 
 
-def read_rows(path: Path, *, key: str, content: bytes | None = None) -> Iterator[Row]:
+def read_rows(path: Path, *, key: str, content: bytes | None = None) -> Iterator[PlacedRow]:
     """Yield the rows of the data set ``path``, each with its place; ``content`` is the file's, if it is read already.
 
     Raises DataError if there is no such data set, if it cannot be read, or if it is empty. ``key`` is the configuration

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens. With so small a vocabulary random answers are sometimes partly right."""
 
-Row = dict[str, str | int]
+DemoRow = dict[str, str | int]
 
 
 def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
@@ -74,7 +74,7 @@ def write_config(directory: Path, config: Mapping[str, object]) -> Path:
     return path
 
 
-def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[Row]:
+def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[DemoRow]:
     existing = sum(10**length for length in set(digits))
     if count > existing:
         raise ValueError(f"only {existing:,} texts have {sorted(set(digits))} digits, and {count:,} are needed")

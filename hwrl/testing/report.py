@@ -16,8 +16,8 @@ from hwrl.interfaces import Backend, Capability
 from hwrl.testing.levels import Level
 from hwrl.testing.subject import Subject
 
-Outcome = Literal["passed", "skipped", "failed"]
-_OUTCOMES: tuple[Outcome, ...] = ("passed", "skipped", "failed")
+CheckOutcome = Literal["passed", "skipped", "failed"]
+_OUTCOMES: tuple[CheckOutcome, ...] = ("passed", "skipped", "failed")
 _COLORS = {"green": "#3a7d44", "red": "#b3261e"}
 _CHARACTER_WIDTH = 6.6
 _PADDING = 12
@@ -29,7 +29,7 @@ class CheckResult:
 
     name: str
     level: Level
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     seconds: float
 
@@ -59,7 +59,7 @@ class KitReport:
         """The names of the failed checks."""
         return self.names("failed")
 
-    def names(self, outcome: Outcome) -> list[str]:
+    def names(self, outcome: CheckOutcome) -> list[str]:
         """Return the names of the checks with this outcome."""
         return [check.name for check in self.checks if check.outcome == outcome]
 

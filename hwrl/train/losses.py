@@ -9,8 +9,7 @@ import torch
 
 from hwrl.interfaces import LossInputs
 from hwrl.train.choices import ImportanceLevel, LossName
-
-_Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+from hwrl.train.objective import LossResult
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class PolicyLoss:
         """Whether the entropy needs a gradient: never."""
         return False
 
-    def __call__(self, inputs: LossInputs, /) -> _Result:
+    def __call__(self, inputs: LossInputs, /) -> LossResult:
         """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""
         compute = {
             "ppo_clip": self._ppo_clip,
@@ -65,29 +64,29 @@ class PolicyLoss:
         }
         return compute[self.name](inputs)
 
-    def _ppo_clip(self, inputs: LossInputs) -> _Result:
+    def _ppo_clip(self, inputs: LossInputs) -> LossResult:
         ratio = (inputs.logprobs - inputs.behaviour).exp()
         loss, clipped = self._clipped(ratio, inputs.advantages)
         return loss, {"is_weight": ratio.detach(), "clipped": clipped}
 
-    def _tis(self, inputs: LossInputs) -> _Result:
+    def _tis(self, inputs: LossInputs) -> LossResult:
         weight, truncated = self._importance(inputs, inputs.logprobs.detach())
         return -weight * inputs.advantages * inputs.logprobs, {"is_weight": weight, "clipped": truncated}
 
-    def _decoupled(self, inputs: LossInputs) -> _Result:
+    def _decoupled(self, inputs: LossInputs) -> LossResult:
         assert inputs.proximal is not None, "the decoupled loss needs proximal log-probabilities"
         weight, _ = self._importance(inputs, inputs.proximal)
         loss, clipped = self._clipped((inputs.logprobs - inputs.proximal).exp(), inputs.advantages)
         return weight * loss, {"is_weight": weight, "clipped": clipped}
 
-    def _gspo(self, inputs: LossInputs) -> _Result:
+    def _gspo(self, inputs: LossInputs) -> LossResult:
         logprobs = inputs.logprobs
         of_rows = inputs.row_means(logprobs.detach() - inputs.behaviour)
         ratio = (logprobs - logprobs.detach() + of_rows[inputs.rows]).exp()  # a token's gradient, times the row's ratio
         loss, clipped = self._clipped(ratio, inputs.advantages)
         return loss, {"is_weight": ratio.detach(), "clipped": clipped}
 
-    def _cispo(self, inputs: LossInputs) -> _Result:
+    def _cispo(self, inputs: LossInputs) -> LossResult:
         ratio = (inputs.logprobs.detach() - inputs.behaviour).exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight * inputs.advantages * inputs.logprobs, {"is_weight": weight, "clipped": weight != ratio}

@@ -32,7 +32,7 @@ _TAKEN = frozenset(
 """Metrics of a step with these names are hwrl's own."""
 _NAME = re.compile(r"\w[\w./@+-]{0,99}")
 
-_Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def kl_penalty(logprobs: torch.Tensor, reference: torch.Tensor, *, estimator: KlEstimator) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Objective:
         """Whether the entropy must carry a gradient."""
         return self.policy.needs_entropy_gradient or self.entropy_coeff != 0
 
-    def __call__(self, inputs: LossInputs, /) -> _Result:
+    def __call__(self, inputs: LossInputs, /) -> LossResult:
         """Return the loss and the metrics of each token; with the terms, ``kl`` and ``rejected`` among these."""
         per_token, metrics = self.policy(inputs)
         if self.rejection is not None:
@@ -136,7 +136,7 @@ class UserLoss:
         names = ("token_local", "needs_proximal", "needs_reference", "needs_entropy_gradient")
         return cls(function, **{name: bool(getattr(function, name, False)) for name in names})
 
-    def __call__(self, inputs: LossInputs, /) -> _Result:
+    def __call__(self, inputs: LossInputs, /) -> LossResult:
         """Return the function's result. Raises DataError if it is no loss and metrics of each token."""
         result = self.function(inputs)
         match result:

@@ -17,7 +17,7 @@ from hwrl.weights import WeightShard
 if TYPE_CHECKING:
     from hwrl.comm import Group
 
-_Part = TypeVar("_Part")
+_PartT = TypeVar("_PartT")
 
 _SHARE = 4
 """Whole weights or gradients stay on the device if they need at most one part in so many of the free memory."""
@@ -168,7 +168,7 @@ class ShardedModel:
             part = own if self._in_first_copy else own[:0]
             yield name, WeightShard(part.to(self._device), tuple(tensor.shape), dim, self.shard_ranks)
 
-    def passes(self, parts: Iterable[_Part]) -> Generator[_Part]:
+    def passes(self, parts: Iterable[_PartT]) -> Generator[_PartT]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.
 
         All ranks must have the same number of parts. A caller that stops early closes the generator; that drops the

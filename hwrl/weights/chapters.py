@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from hwrl.errors import LayoutMismatchError
-from hwrl.weights.destination import Destination, DestinationFactory, TensorStream
+from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import NamedTensor, WeightLayout
-from hwrl.weights.scatter import Scattered
-from hwrl.weights.slabs import SlabLease
 
 
 class Chapters:
@@ -63,47 +61,43 @@ def described(named: list[NamedTensor]) -> list[NamedTensor]:
     return [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in named]
 
 
-class ChapteredPlace:
-    """The place of a version in chapters. ``first`` is that of chapter 0; ``place`` makes further ones."""
+class ChapteredDestination:
+    """The destinations of one version: ``first`` for chapter 0, and one for each further chapter.
 
-    def __init__(self, layout: WeightLayout, first: Destination, place: DestinationFactory) -> None:
-        self._places, self._place = [first], place
-        self._first_nbytes = self.nbytes = layout.payload_nbytes
+    ``make_destination`` is the receiver's.
+    """
+
+    def __init__(self, layout: WeightLayout, first: Destination, make_destination: DestinationFactory) -> None:
+        self._layout, self._make_destination = layout, make_destination
+        self._destinations = [first]
+        self.nbytes = layout.payload_nbytes
         """The bytes of the tensors of all chapters so far."""
         self.tensors: Mapping[str, torch.Tensor] = {}
-        self.slots = first.slots
+        """The newest version's tensors, in the sender's order; empty if a loader has them."""
 
-    def begin(self) -> None:
-        """Prepare for a version: for its chapter 0."""
-        del self._places[1:]
-        self.nbytes, self.slots = self._first_nbytes, self._places[0].slots
-        self._places[0].begin()
+    def begin(self) -> Destination:
+        """Prepare for a version; return the destination of its chapter 0."""
+        del self._destinations[1:]
+        self.nbytes = self._layout.payload_nbytes
+        self._destinations[0].begin()
+        return self._destinations[0]
 
-    def add(self, layout: WeightLayout) -> None:
-        """Prepare for another chapter. Raises LayoutMismatchError if there is no place for a tensor."""
-        first, last = self._places[0], self._places[-1]
-        if isinstance(last, TensorStream | Scattered):
-            last.release()  # there is one ring at a time
-        self._places.append(first.further(layout) if isinstance(first, TensorStream) else self._place(layout))
-        self._places[-1].begin()
-        self.slots = self._places[-1].slots
+    def begin_chapter(self, layout: WeightLayout) -> Destination:
+        """Return the destination of another chapter. Raises LayoutMismatchError if there is no place for a tensor."""
+        self._destinations[-1].release()  # there is one ring at a time
+        newest = self._destinations[0].further(layout, self._make_destination)
+        self._destinations.append(newest)
+        newest.begin()
         self.nbytes += layout.payload_nbytes
-
-    def memory_for(self, index: int) -> SlabLease:
-        """Return the memory to receive slab ``index`` of the newest chapter into."""
-        return self._places[-1].memory_for(index)
-
-    def store(self, lease: SlabLease) -> None:
-        """Bring a received slab of the newest chapter to its tensors."""
-        self._places[-1].store(lease)
+        return newest
 
     def finish(self) -> None:
         """Complete the version."""
-        for place in reversed(self._places):  # the first one last: it speaks for all to a loader
-            place.finish()
-        self.tensors = {name: tensor for place in self._places for name, tensor in place.tensors.items()}
+        for destination in reversed(self._destinations):  # the first one last: it completes the version of a loader
+            destination.finish()
+        self.tensors = {name: tensor for one in self._destinations for name, tensor in one.tensors.items()}
 
     def cancel(self) -> None:
         """Drop the version that was begun."""
-        for place in reversed(self._places):
-            place.cancel()
+        for destination in reversed(self._destinations):
+            destination.cancel()

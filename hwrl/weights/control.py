@@ -16,7 +16,7 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.store_keys import StoreKeys
 
 Metadata = Mapping[str, str | int | float]
-_Kind = TypeVar("_Kind", bound=StrEnum)
+_KindT = TypeVar("_KindT", bound=StrEnum)
 _Fields = TypeVar("_Fields")
 
 
@@ -430,7 +430,7 @@ def _message(message: Vote | Decision) -> str:
     return json.dumps([message.kind, message.detail])
 
 
-def _read_message(name: str, text: bytes, kinds: type[_Kind]) -> tuple[_Kind, str]:
+def _read_message(name: str, text: bytes, kinds: type[_KindT]) -> tuple[_KindT, str]:
     try:
         kind, detail = json.loads(text)
         return kinds(kind), str(detail)
@@ -438,7 +438,7 @@ def _read_message(name: str, text: bytes, kinds: type[_Kind]) -> tuple[_Kind, st
         raise _unreadable(name, text) from exc
 
 
-def _read_kind(name: str, text: bytes, kinds: type[_Kind]) -> _Kind:
+def _read_kind(name: str, text: bytes, kinds: type[_KindT]) -> _KindT:
     try:
         return kinds(text.decode())
     except ValueError as exc:

@@ -17,9 +17,9 @@ RING_NBYTES = 1 << 30
 
 
 class Destination(Protocol):
-    """Where a receiver puts its versions, slab by slab. Each version is ``begin``, its slabs, then ``finish``.
+    """Where a receiver puts the tensors of one layout, slab by slab. A version is ``begin``, its slabs, ``finish``.
 
-    Methods but ``begin``, ``finish`` and ``cancel`` only queue work on the current stream.
+    ``memory_for`` and ``store`` only queue work on the current stream.
     """
 
     slots: int | None
@@ -42,6 +42,15 @@ class Destination(Protocol):
 
     def cancel(self) -> None:
         """Drop the version that was begun and is not complete."""
+
+    def release(self) -> None:
+        """Free the ring, if there is one. All slabs are stored; the next one allocates the ring again."""
+
+    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
+        """Return the destination of further tensors of the version that was begun: those of ``layout``.
+
+        ``make_destination`` made this one. Raises LayoutMismatchError if there is no place for a tensor.
+        """
 
 
 DestinationFactory = Callable[[WeightLayout], Destination]
@@ -107,6 +116,13 @@ class TwoVersions:
     def cancel(self) -> None:
         """Do nothing: the next version overwrites it."""
 
+    def release(self) -> None:
+        """Do nothing: there is no ring."""
+
+    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
+        """Return another room for two versions."""
+        return make_destination(layout)
+
 
 class TensorLoader(Protocol):
     """Takes a version tensor by tensor, as an engine's own loaders do."""
@@ -151,8 +167,8 @@ class TensorStream:
         if empty:
             self._loader.load(empty)
 
-    def further(self, layout: WeightLayout) -> TensorStream:
-        """Return the place of more tensors of the version that was begun, those of ``layout``."""
+    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> TensorStream:
+        """Return a stream of further tensors to the loader, which begins and ends its version only once."""
         assert self.slots is not None
         return TensorStream(layout, _Further(self._loader), backend=self._backend, slots=self.slots)
 
@@ -209,7 +225,7 @@ class TensorStream:
 
 
 class _Further:
-    """A loader of more tensors for a version that another place begins and ends."""
+    """A loader of further tensors, for a version that another destination begins and ends."""
 
     def __init__(self, loader: TensorLoader) -> None:
         self.load = loader.load

@@ -8,9 +8,9 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
-from hwrl.weights.chapters import ChapteredPlace
+from hwrl.weights.chapters import ChapteredDestination
 from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
-from hwrl.weights.destination import Destination, DestinationFactory
+from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
 from hwrl.weights.report import StageClock
@@ -52,25 +52,18 @@ class WeightIntake:
         self._backend, self._place, self._slabs = backend, place, slabs
         self._timing, self._transports = timing, transports
         self._ends: dict[str, TransportReceiver] = {}
-        self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
+        self._prepared: tuple[WeightLayout, ChapteredDestination, Checksums] | None = None
 
     def proposal(self, number: int) -> Proposal | None:
         """Return proposal ``number``; None if it was forgotten."""
         return self._channel.proposal(number)
 
-    def prepare(self, proposal: Proposal) -> tuple[WeightLayout, Destination]:
-        """Return the proposal's layout, and the destination of its version; made once for each layout.
+    def prepare(self, proposal: Proposal) -> ChapteredDestination:
+        """Return the destination of the proposal's version; made once for each layout.
 
         Raises LayoutMismatchError if there is no place for a tensor.
         """
-        if self._prepared is None or not _suits(self._prepared[0], self._prepared[1], proposal):
-            self._prepared = None  # its memory is free before the next is taken
-            layout = self._channel.layout(proposal)
-            destination = self._place(layout)
-            if proposal.chapters:
-                destination = ChapteredPlace(layout, destination, self._place)
-            self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
-        return self._prepared[0], self._prepared[1]
+        return self._prepare(proposal)[1]
 
     def take(
         self, proposal: Proposal, member: int, *, replica: str, after: int, deadline: float, clock: StageClock
@@ -83,12 +76,11 @@ class WeightIntake:
         """
         transport = self._transports[proposal.transport]
         try:
-            layout, destination = self.prepare(proposal)
+            layout, destination, sums = self._prepare(proposal)
         except BaseException as exc:
             if not transport.keeps_versions:  # at once: the others wait for this vote
                 self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
             raise
-        assert self._prepared is not None, "prepare has made it"
         receiving = ReceiverRound(
             proposal, self._channel, member, replica, self._timing, self._cancellation, layout, deadline
         )
@@ -96,7 +88,7 @@ class WeightIntake:
             transport, self._end_of(proposal.transport), destination, device=self._backend.device()
         )
         try:
-            taken = participant.take(receiving, self._prepared[2], clock, after=after)
+            taken = participant.take(receiving, sums, clock, after=after)
         except BaseException:
             destination.cancel()
             raise
@@ -124,12 +116,16 @@ class WeightIntake:
         self._ends = {}
         self.release()
 
+    def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, ChapteredDestination, Checksums]:
+        if self._prepared is None or self._prepared[0].hash != proposal.layout:
+            self._prepared = None  # its memory is free before the next is taken
+            layout = self._channel.layout(proposal)
+            destination = ChapteredDestination(layout, self._place(layout), self._place)
+            self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
+        return self._prepared
+
     def _end_of(self, transport: str) -> TransportReceiver:
         if transport not in self._ends:
             context = ReceiverContext(self._channel.store, self._backend, self._slabs)
             self._ends[transport] = self._transports[transport].receiver(context)
         return self._ends[transport]
-
-
-def _suits(layout: WeightLayout, destination: Destination, proposal: Proposal) -> bool:
-    return layout.hash == proposal.layout and isinstance(destination, ChapteredPlace) == bool(proposal.chapters)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.weights.chapters import ChapteredPlace
+from hwrl.weights.chapters import ChapteredDestination
 from hwrl.weights.control import DecisionKind, Proposal, Vote, VoteKind
-from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverRound, Transport, TransportReceiver
@@ -22,7 +21,7 @@ class Participant:
     """Receives proposals of one transport into ``destination``, after the sender's word to begin."""
 
     def __init__(
-        self, transport: Transport, end: TransportReceiver, destination: Destination, *, device: torch.device
+        self, transport: Transport, end: TransportReceiver, destination: ChapteredDestination, *, device: torch.device
     ) -> None:
         self._transport, self._end, self._destination, self._device = transport, end, destination, device
 
@@ -68,13 +67,13 @@ class Participant:
 
     def _receive_chapters(self, receiving: ReceiverRound, vote: Vote, clock: StageClock) -> Vote:
         """Receive what follows chapter 0, whose vote is ``vote``; return the vote about all."""
-        if not isinstance(self._destination, ChapteredPlace):
+        if not receiving.proposal.chapters:
             return vote
         try:
             for chapter in receiving.further_chapters():  # to the last one, else the other receivers would wait
-                self._destination.add(chapter.layout)
+                destination = self._destination.begin_chapter(chapter.layout)
                 sums = Checksums(chapter.layout, device=self._device)
-                theirs = self._end.receive(chapter, self._destination, sums, clock)
+                theirs = self._end.receive(chapter, destination, sums, clock)
                 assert theirs is not None, "transports that keep versions have no chapters"
                 vote = sums.compare(theirs) if vote.kind is VoteKind.WHOLE else vote
         except BaseException:
@@ -98,5 +97,4 @@ class Participant:
         )
 
     def _receive(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> torch.Tensor | None:
-        self._destination.begin()
-        return self._end.receive(receiving, self._destination, sums, clock)
+        return self._end.receive(receiving, self._destination.begin(), sums, clock)

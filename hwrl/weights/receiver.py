@@ -12,7 +12,6 @@ from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
-from hwrl.weights.chapters import ChapteredPlace
 from hwrl.weights.control import Proposal
 from hwrl.weights.destination import (
     RING_NBYTES,
@@ -177,7 +176,7 @@ class WeightReceiver:
                     deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
                 )
             try:
-                layout, destination = self._intake.prepare(proposal)
+                destination = self._intake.prepare(proposal)
                 self._took_part = True
                 taken = self._take(proposal, deadline, clock)
             except LayoutMismatchError:
@@ -185,8 +184,7 @@ class WeightReceiver:
                 raise
             if taken is not None:
                 self.version = taken.version
-                nbytes = destination.nbytes if isinstance(destination, ChapteredPlace) else layout.payload_nbytes
-                return Received(taken, destination.tensors, nbytes, clock)
+                return Received(taken, destination.tensors, destination.nbytes, clock)
             if not self._members.keeps_versions(proposal):
                 aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 

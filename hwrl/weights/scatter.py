@@ -10,7 +10,7 @@ import torch
 
 from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import Backend
-from hwrl.weights.destination import RING_NBYTES, ring_slots
+from hwrl.weights.destination import RING_NBYTES, Destination, DestinationFactory, ring_slots
 from hwrl.weights.layout import Entry, Slab, WeightLayout
 from hwrl.weights.slabs import INTEGERS, SlabLease, SlabRing
 
@@ -144,6 +144,10 @@ class Scattered:
     def release(self) -> None:
         """Free the ring. All slabs are stored; the next one allocates it again."""
         self._ring.release()
+
+    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
+        """Return the destination of ``layout``, as the receiver makes it."""
+        return make_destination(layout)
 
     def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
         copies: list[_Copy] = []

@@ -23,7 +23,7 @@ TARGET_SHARE = 0.9
 SMOOTHED_STEPS = 10
 """A reward is the mean of this many steps, at the end and on the way."""
 
-Row = dict[str, float | None]
+RunMetrics = dict[str, float | None]
 """One run's metrics; None if the run did not reach or measure one."""
 
 
@@ -95,7 +95,7 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or not under else over / under
 
 
-def _row(history: History, *, target: float) -> Row:
+def _row(history: History, *, target: float) -> RunMetrics:
     """Return one run's metrics. Seconds count from the moment when all processes are up."""
     total_s = history[-1]["time_s"]
     after_first = history[1:] or history

@@ -13,7 +13,7 @@ from hwrl.errors import HwrlError
 if TYPE_CHECKING:
     import torch
 
-_Row = TypeVar("_Row")
+_MeasuredT = TypeVar("_MeasuredT")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class BenchPlan:
     rounds: int
     warm_up: int = 0
 
-    def take_turns(self, measure: Callable[[str, int], _Row]) -> dict[str, list[_Row]]:
+    def take_turns(self, measure: Callable[[str, int], _MeasuredT]) -> dict[str, list[_MeasuredT]]:
         """Call ``measure(way, number)`` for each way in each round; return the results of the counted rounds, by way.
 
         The ways take turns within a round, so that other work on the machine disturbs all of them alike.
         """
-        rows: dict[str, list[_Row]] = {way: [] for way in self.ways}
+        rows: dict[str, list[_MeasuredT]] = {way: [] for way in self.ways}
         for number in range(self.warm_up + self.rounds):
             for way in self.ways:
                 row = measure(way, number)

@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_pipelinin
 
 from hwrl.train import MicroBatch
 
-Run = Callable[[MicroBatch], torch.Tensor]
+ForwardPass = Callable[[MicroBatch], torch.Tensor]
 Loss = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 def run_stages(
-    model: DistributedDataParallel, plan: Sequence[MicroBatch], run: Run, *, loss: Loss | None = None
+    model: DistributedDataParallel, plan: Sequence[MicroBatch], run: ForwardPass, *, loss: Loss | None = None
 ) -> Iterator[torch.Tensor]:
     """Run the micro-batches of ``plan`` through all stages; yield the scores of each (2 × targets, float32, detached).
 

@@ -18,7 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 from hwrl.errors import attempt_all
 from hwrl_vllm import ServerClient, TransferTrainer, TransferTrainerInit
 
-_Named = tuple[str, torch.Tensor]
+_NamedWeight = tuple[str, torch.Tensor]
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def weights_by_hwrl(**settings: Any) -> Iterator[None]:
         def init_communicator(self, device: Any = 0) -> None:
             self._sender = ServerWeights(self.base_url, **settings)
 
-        def update_named_params(self, metadata: Any, named_params: Iterator[_Named]) -> None:
+        def update_named_params(self, metadata: Any, named_params: Iterator[_NamedWeight]) -> None:
             self._sender.send(named_params, metadata)
 
         def close_communicator(self) -> None:
@@ -69,7 +69,7 @@ class AsyncWeights:
         """Stop the server's requests where they are, and forget what it computed with the old weights."""
         self._client.pause(mode="keep")
 
-    def send_weights(self, iterator: Iterator[_Named]) -> None:
+    def send_weights(self, iterator: Iterator[_NamedWeight]) -> None:
         """Send the weights; return when every worker has them."""
         assert self._sender is not None, "TRL calls init_weight_transfer first"
         try:
@@ -95,7 +95,9 @@ class ServerWeights:
         self._weights = _OneIterator()
         self._trainer = TransferTrainer(TransferTrainerInit(**settings), client=ServerClient(url), source=self._weights)
 
-    def send(self, named: Iterable[_Named], described: Sequence[tuple[str, str, list[int]]] | None = None) -> None:
+    def send(
+        self, named: Iterable[_NamedWeight], described: Sequence[tuple[str, str, list[int]]] | None = None
+    ) -> None:
         """Send ``named``, ``described`` by name, dtype and shape; without a description, all of it is held first."""
         if described is None:
             named = list(named)
@@ -119,11 +121,11 @@ class _OneIterator:
     """The weights of one update, in the form of vLLM's ``WeightSource``."""
 
     described: Sequence[tuple[str, str, list[int]]] = ()
-    named: Iterable[_Named] = ()
+    named: Iterable[_NamedWeight] = ()
 
     def metadata(self) -> Iterator[_Described]:
         for name, dtype, shape in self.described:
             yield _Described(name, getattr(torch, dtype), shape)
 
-    def __iter__(self) -> Iterator[_Named]:
+    def __iter__(self) -> Iterator[_NamedWeight]:
         return iter(self.named)

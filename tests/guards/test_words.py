@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -97,14 +98,32 @@ def test_plain_words_are_used(pattern: str) -> None:
 # -- one name, one thing --------------------------------------------------------------------------------------------
 
 
-def test_no_class_name_is_defined_twice() -> None:
+def names_of_types(source: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield each class, and each type alias and type variable of the module, with its line; constants are capitals."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_"), node.lineno
+    for node in source.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for name in (target.id.lstrip("_") for target in targets if isinstance(target, ast.Name)):
+            if name[:1].isupper() and (len(name) == 1 or not name.isupper()):
+                yield name, node.lineno
+
+
+def test_the_search_for_names_finds_them() -> None:
+    source = (
+        "class A: pass\n_Json = dict\nT = TypeVar('T')\nReply: TypeAlias = str\nMAX = 1\nlimit: int = 1\nx = y = 2\n"
+    )
+    assert list(names_of_types(ast.parse(source))) == [("A", 1), ("Json", 2), ("T", 3), ("Reply", 4)]
+
+
+def test_no_name_of_a_type_is_defined_twice() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in SHIPPED:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name.lstrip("_")].append(place(path, node.lineno))
+        for name, line in names_of_types(tree(path)):
+            homes[name].append(place(path, line))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
-    assert not twice, f"give each class a name of its own: {twice}"
+    assert not twice, f"give each class, type alias and type variable a name of its own: {twice}"
 
 
 # -- central nouns are explained ------------------------------------------------------------------------------------

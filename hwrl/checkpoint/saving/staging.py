@@ -20,7 +20,7 @@ _ALIGNMENT_NBYTES = 64
 
 _log = logging.getLogger(__name__)
 
-Tensors = Mapping[PartKey, torch.Tensor]
+PartTensors = Mapping[PartKey, torch.Tensor]
 
 
 class StagingMemory:
@@ -49,7 +49,7 @@ class StagingMemory:
         """The bytes of host memory in use."""
         return self._pool.nbytes
 
-    def open_buffers(self, tensors: Tensors) -> None:
+    def open_buffers(self, tensors: PartTensors) -> None:
         """Prepare ``buffers`` for reading ``tensors``."""
         sizes = [tensor.nbytes for tensor in tensors.values()]
         if sizes:
@@ -61,7 +61,7 @@ class StagingMemory:
         self._backend.synchronize()
 
     @contextlib.contextmanager
-    def copying(self, tensors: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+    def copying(self, tensors: PartTensors) -> Iterator[tuple[PartTensors, PartTensors]]:
         """Copy ``tensors`` while the block runs; yield the copies on the host and those on the device.
 
         The copies are complete when the block ends.
@@ -93,7 +93,7 @@ class StagingMemory:
 
     # -- on the device ------------------------------------------------------------------------------------------
 
-    def _clone(self, tensors: Tensors) -> dict[PartKey, torch.Tensor]:
+    def _clone(self, tensors: PartTensors) -> dict[PartKey, torch.Tensor]:
         """Return copies on the device, of as many tensors as fit."""
         device_type = self._backend.info.device_type
         candidates = [(key, tensor) for key, tensor in tensors.items() if tensor.device.type == device_type]
@@ -121,14 +121,14 @@ class StagingMemory:
 
     # -- on the host --------------------------------------------------------------------------------------------
 
-    def _fits(self, tensors: Tensors) -> bool:
+    def _fits(self, tensors: PartTensors) -> bool:
         """Return whether the slab of the last save has a place for each of ``tensors``, and for nothing else."""
         return self._host_places.keys() == tensors.keys() and all(
             place.shape == tensor.shape and place.dtype == tensor.dtype
             for place, tensor in ((self._host_places[key], tensor) for key, tensor in tensors.items())
         )
 
-    def _lay_out(self, tensors: Tensors) -> None:
+    def _lay_out(self, tensors: PartTensors) -> None:
         self._host_places = {}  # the pool frees a small slab only when no tensor lies in it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
         self._host_places = _lay(slab, tensors)
@@ -169,7 +169,7 @@ class _DeviceRoom:
             self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - copies_nbytes)
 
 
-def _lay(slab: torch.Tensor, tensors: Tensors) -> dict[PartKey, torch.Tensor]:
+def _lay(slab: torch.Tensor, tensors: PartTensors) -> dict[PartKey, torch.Tensor]:
     """Return a place in ``slab`` for each of ``tensors``, one behind the other."""
     places, start = {}, 0
     for key, tensor in tensors.items():

@@ -19,7 +19,7 @@ from hwrl.checkpoint.format.layout import Json, encode_entry
 from hwrl.checkpoint.saving.state import ItemPlan, StateReader
 from hwrl.checkpoint.saving.tuning import SaveTuning
 
-_Result = TypeVar("_Result")
+_ResultT = TypeVar("_ResultT")
 
 
 def write_tensor_files(
@@ -75,11 +75,11 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _run_in_threads(actions: Sequence[Callable[[], _Result]]) -> list[_Result]:
+def _run_in_threads(actions: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
     """Run each action in a thread of its own. An executor would refuse work while the program is ending."""
-    futures: list[Future[_Result]] = [Future() for _ in actions]
+    futures: list[Future[_ResultT]] = [Future() for _ in actions]
 
-    def run(action: Callable[[], _Result], future: Future[_Result]) -> None:
+    def run(action: Callable[[], _ResultT], future: Future[_ResultT]) -> None:
         try:
             future.set_result(action())
         except BaseException as exc:  # noqa: BLE001 - raised again by future.result()

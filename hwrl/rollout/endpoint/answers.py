@@ -14,7 +14,7 @@ from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.endpoint.conversations import Turn
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest
 
-_Json = dict[str, Any]
+_AnswerJson = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,34 @@ class AnswerFormat:
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
         self._with_ids = asked.return_token_ids
 
-    def whole(self) -> _Json:
+    def whole(self) -> _AnswerJson:
         """Return the answer that is not streamed."""
         choices = [{**self.of_choice(choice, index), **self._ids(choice)} for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.kind, **self._prompt_ids(), "choices": choices, "usage": self._usage()}
 
-    def chunks(self) -> Iterator[_Json]:
+    def chunks(self) -> Iterator[_AnswerJson]:
         """Yield the chunks of a stream, but for the last (:meth:`last_chunks`)."""
         for index, choice in enumerate(self.choices):
             for number, part in enumerate(self.parts_of_choice(choice)):
                 extra = {} if number else self._ids(choice)
                 yield self._chunk([{"index": index, "finish_reason": None, **part, **extra}])
 
-    def last_chunks(self) -> Iterator[_Json]:
+    def last_chunks(self) -> Iterator[_AnswerJson]:
         """Yield the chunks that tell the end of each choice, and with ``stream_options`` the usage."""
         for index, choice in enumerate(self.choices):
             yield self._chunk([{"index": index, **self.empty_part(), "finish_reason": choice.finish_reason}])
         if self._asked.stream_options.include_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         raise NotImplementedError
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
         raise NotImplementedError
 
-    def empty_part(self) -> _Json:
+    def empty_part(self) -> _AnswerJson:
         """Return a part without text."""
         raise NotImplementedError
 
@@ -88,20 +88,20 @@ class AnswerFormat:
         ids = choice.response.token_ids
         return [self.chat.decode(ids[index : index + 1], special=True) for index in range(len(ids))]
 
-    def _chunk(self, choices: list[_Json]) -> _Json:
+    def _chunk(self, choices: list[_AnswerJson]) -> _AnswerJson:
         return {**self._head, "object": self.chunk_kind, **self._prompt_ids(), "choices": choices}
 
-    def _ids(self, choice: AnswerChoice) -> _Json:
+    def _ids(self, choice: AnswerChoice) -> _AnswerJson:
         return {"token_ids": choice.response.token_ids.tolist()} if self._with_ids else {}
 
-    def _prompt_ids(self) -> _Json:
+    def _prompt_ids(self) -> _AnswerJson:
         return {"prompt_token_ids": self._prompt().tolist()} if self._with_ids else {}
 
     def _prompt(self) -> Any:
         turn = self.choices[0].turn
         return turn.token_ids[: -len(turn.response.token_ids)]
 
-    def _usage(self) -> _Json:
+    def _usage(self) -> _AnswerJson:
         prompt, said = len(self._prompt()), sum(len(choice.response.token_ids) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
@@ -111,11 +111,11 @@ class ChatFormat(AnswerFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         calls = _tool_calls(choice)
         content = choice.parsed.content
-        message: _Json = {"role": "assistant", "content": (content or None) if calls else content}
+        message: _AnswerJson = {"role": "assistant", "content": (content or None) if calls else content}
         if calls:
             message["tool_calls"] = calls
         return {
@@ -125,18 +125,18 @@ class ChatFormat(AnswerFormat):
             "finish_reason": choice.finish_reason,
         }
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
         delta = {"role": "assistant", "content": choice.parsed.content}
         yield {"delta": delta, "logprobs": self._logprobs(choice)}
         if calls := _tool_calls(choice):
             yield {"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}}
 
-    def empty_part(self) -> _Json:
+    def empty_part(self) -> _AnswerJson:
         """Return a part without text."""
         return {"delta": {}}
 
-    def _logprobs(self, choice: AnswerChoice) -> _Json | None:
+    def _logprobs(self, choice: AnswerChoice) -> _AnswerJson | None:
         assert isinstance(self._asked, ChatRequest)
         if not self._asked.logprobs:
             return None
@@ -153,20 +153,20 @@ class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         (part,) = self.parts_of_choice(choice)
         return {"index": index, **part, "finish_reason": choice.finish_reason}
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
         yield {"text": choice.parsed.content, "logprobs": self._logprobs(choice)}
 
-    def empty_part(self) -> _Json:
+    def empty_part(self) -> _AnswerJson:
         """Return a part without text."""
         return {"text": "", "logprobs": None}
 
-    def _logprobs(self, choice: AnswerChoice) -> _Json | None:
+    def _logprobs(self, choice: AnswerChoice) -> _AnswerJson | None:
         assert isinstance(self._asked, CompletionRequest)
         if self._asked.logprobs is None:
             return None
@@ -176,7 +176,7 @@ class CompletionFormat(AnswerFormat):
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def _tool_calls(choice: AnswerChoice) -> list[_Json]:
+def _tool_calls(choice: AnswerChoice) -> list[_AnswerJson]:
     return [
         {
             "id": f"call_{secrets.token_hex(12)}",

@@ -27,7 +27,7 @@ from hwrl.run.config.values import (
     Options,
     Positive,
     PositiveReal,
-    Processes,
+    ProcessCount,
     Seconds,
     Template,
     is_template,
@@ -143,7 +143,7 @@ class RewardConfig(Section):
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
     """Time limit of one call. A longer call is killed; its prompt has failed."""
-    workers: Processes = 4
+    workers: ProcessCount = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
     batch: bool = False
     """Call the function once per prompt, with lists: an element for each response, and so the result."""

@@ -16,7 +16,7 @@ from hwrl.run.config.values import (
     NotNegative,
     Options,
     Positive,
-    Processes,
+    ProcessCount,
     Seconds,
     Share,
     Temperature,
@@ -40,7 +40,7 @@ class RolloutConfig(Section):
     """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
     engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
-    replicas: Processes = 1
+    replicas: ProcessCount = 1
     """Rollout processes, each with its own model."""
     n: Positive = 8
     """Responses per prompt."""
@@ -84,11 +84,11 @@ class RolloutConfig(Section):
     """When a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt; another one is trained."""
     max_skipped_in_a_row: Positive = 10
     """Prompts that may be skipped with no finished prompt between them; the next one ends the run."""
-    tensor_parallel: Processes = 1
+    tensor_parallel: ProcessCount = 1
     """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
     """Restarts of a replica with no finished prompt between them, after growing pauses; then it is given up."""
-    min_replicas: Processes | None = None
+    min_replicas: ProcessCount | None = None
     """Replicas that must be left if others are given up; null: ``replicas``, or those after scaling down."""
     threads: Threads = 1
     """Host threads of a replica."""

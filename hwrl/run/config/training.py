@@ -18,7 +18,7 @@ from hwrl.run.config.values import (
     Options,
     Positive,
     PositiveReal,
-    Processes,
+    ProcessCount,
     Share,
     Threads,
 )
@@ -51,11 +51,11 @@ class TrainConfig(Section):
     """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
     engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
-    ranks: Processes = 1
+    ranks: ProcessCount = 1
     """Training processes. They share one model."""
-    context_parallel: Processes = 1
+    context_parallel: ProcessCount = 1
     """Neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
-    shard_ranks: Processes | None = None
+    shard_ranks: ProcessCount | None = None
     """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
     steps: Positive = 100
     """Training steps, one batch each."""

@@ -120,7 +120,7 @@ Positive = Annotated[int, Field(gt=0, le=_LARGEST_INT), _NUMBER]
 NotNegative = Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER]
 MOST_PROCESSES = 4096
 """The most processes of one kind in a run."""
-Processes = Annotated[int, Field(gt=0, le=MOST_PROCESSES), _NUMBER]
+ProcessCount = Annotated[int, Field(gt=0, le=MOST_PROCESSES), _NUMBER]
 Threads = Annotated[int, Field(gt=0, le=1024), _NUMBER]
 """Threads of one process. Operating systems refuse tens of thousands."""
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 20), _NUMBER]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
@@ -11,14 +11,12 @@ from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.processes.actors import BatchInfo, ForgottenReplica
-from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of, why_died
+from hwrl.run.processes.answers import DEATHS, Answer, ValueT, is_ready, value_of, why_died
 from hwrl.run.processes.handles import LedgerHandle
 
 LEDGER = "the ledger"
 """The name of its process in log lines."""
 POLL_S = 1.0
-
-T = TypeVar("T")
 
 
 class RunLedger:
@@ -63,14 +61,14 @@ class RunLedger:
         """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
         self._wait(self.handle.load_state_dict(state, incarnation), "load_state_dict")
 
-    def value_of(self, answer: Answer[T]) -> T:
+    def value_of(self, answer: Answer[ValueT]) -> ValueT:
         """Wait for one of the ledger's answers without a limit; return its value."""
         try:
             return value_of(answer)
         except DEATHS as exc:
             raise ledger_died(why_died(exc)) from exc
 
-    def _wait(self, answer: Answer[T], call: str) -> T:
+    def _wait(self, answer: Answer[ValueT], call: str) -> ValueT:
         key = "heartbeat_s" if self._monitor.is_up(LEDGER) else "start_s"
         timeout = Timeout(getattr(self._limits, key))
         while not is_ready(answer, timeout_s=POLL_S):

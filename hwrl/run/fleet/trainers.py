@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.exceptions import RayTaskError
 
@@ -16,11 +16,9 @@ from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import ProcessSetup, RestoredRun, StepOutcome
-from hwrl.run.processes.answers import DEATH_NOTICE_S, DEATHS, Answer, death_of, value_of, why_died
+from hwrl.run.processes.answers import DEATH_NOTICE_S, DEATHS, Answer, ValueT, death_of, value_of, why_died
 from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
-
-T = TypeVar("T")
 
 Watch = Callable[[Sequence[Answer[Any]]], list[Answer[Any]]]
 """Waits up to a second for one of the answers, while it watches all processes; returns the answers that are ready."""
@@ -143,14 +141,14 @@ class Trainers:
         for rank in self._ranks:
             rank.kill()
 
-    def _call(self, subject: str, answers: list[Answer[T]]) -> T:
+    def _call(self, subject: str, answers: list[Answer[ValueT]]) -> ValueT:
         """Wait for the answers of all ranks; return the first rank's."""
         with self._monitor.waiting_for(subject):
             return self._gather(answers)[0]
 
     def _gather(
-        self, answers: list[Answer[T]], *, limit_s: float | None = None, key: str = "timeouts.trainer_s"
-    ) -> list[T]:
+        self, answers: list[Answer[ValueT]], *, limit_s: float | None = None, key: str = "timeouts.trainer_s"
+    ) -> list[ValueT]:
         """Return the values of ``answers``. If a rank died, it is the cause of the other ranks' errors.
 
         Raises TrainerDiedError after ``limit_s`` seconds; ``key`` is the setting with this limit.

@@ -23,13 +23,13 @@ _LOSSES = {
 }
 """Parts of the texts of Ray's errors, with their meaning."""
 
-T = TypeVar("T")
+ValueT = TypeVar("ValueT")
 
 
-class Answer(Protocol[T]):
+class Answer(Protocol[ValueT]):
     """The answer to a remote call: a ``ray.ObjectRef`` at run time. The type parameter is for the type checker."""
 
-    def future(self) -> Future[T]:
+    def future(self) -> Future[ValueT]:
         """Return a future of the answer."""
         ...
 
@@ -39,10 +39,10 @@ def is_ready(answer: Answer[Any], *, timeout_s: float = 0.0) -> bool:
     return bool(ray.wait([answer], timeout=timeout_s)[0])
 
 
-def value_of(answer: Answer[T]) -> T:
+def value_of(answer: Answer[ValueT]) -> ValueT:
     """Wait for the answer and return its value. An hwrl error in the other process is raised as itself."""
     try:
-        value: T = ray.get(answer)
+        value: ValueT = ray.get(answer)
     except RayTaskError as exc:
         if isinstance(exc.cause, HwrlError):
             raise exc.cause from exc

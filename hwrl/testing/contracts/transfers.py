@@ -37,7 +37,7 @@ _HELD = 16
 """Tensors of a version that a sender may hold at once: those of its slabs under way, twice over."""
 _TIMEOUT_S = 10.0
 _WAIT_S = 60.0
-_Result = TypeVar("_Result")
+_CallResultT = TypeVar("_CallResultT")
 
 
 class TransferContract:
@@ -196,9 +196,9 @@ class TransferLink:
             yield f"tensor.{number}", tensor
 
 
-def _in_thread(call: Callable[..., _Result], *args: Any) -> Future[_Result]:
+def _in_thread(call: Callable[..., _CallResultT], *args: Any) -> Future[_CallResultT]:
     """Run ``call`` in a daemon thread: a receive without an end must not keep the process alive."""
-    result: Future[_Result] = Future()
+    result: Future[_CallResultT] = Future()
 
     def run() -> None:
         try:

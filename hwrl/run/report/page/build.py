@@ -27,7 +27,7 @@ from hwrl.run.report.samples import SAMPLES
 CONFIG = "config.yaml"
 MAX_MARKED_EVENTS = 500
 _MARKED = ("start", "replica", "trainer", "scale", "error")
-_Found = dict[str, tuple[Chart, list[str]]]
+_Drawn = dict[str, tuple[Chart, list[str]]]
 
 
 def build_page(directory: Path) -> bytes:
@@ -68,7 +68,7 @@ def _page(directory: Path) -> str:
         _section("Other metrics", element("details", element("summary", "Show all") + _figures(others))),
         _section("Configuration", _configuration(directory / CONFIG)),
     ]
-    drawn: _Found = {key: value for found in (*sections.values(), faults, others) for key, value in found.items()}
+    drawn: _Drawn = {key: value for found in (*sections.values(), faults, others) for key, value in found.items()}
     data = {**_data(columns, drawn), "bars": bars, "events": _marks(events)}
     return _document(directory, "".join(parts), json_for_script(data))
 
@@ -201,7 +201,7 @@ def _configuration(path: Path) -> str:
 # -- charts ---------------------------------------------------------------------------------------------------------
 
 
-def _figures(found: _Found) -> str:
+def _figures(found: _Drawn) -> str:
     figures = "".join(
         element("figure", _caption(chart.title, chart.hint), data_chart=key) for key, (chart, _) in found.items()
     )
@@ -230,7 +230,7 @@ def _timeline_figures(columns: MetricColumns, bars: dict[str, object] | None) ->
     return element("p", told) + element("div", figures, class_="charts")
 
 
-def _data(columns: MetricColumns, drawn: _Found) -> dict[str, Any]:
+def _data(columns: MetricColumns, drawn: _Drawn) -> dict[str, Any]:
     """Return the points of all charts. Curves with equal steps share them."""
     shared: dict[tuple[int, ...], int] = {}
     series: dict[str, dict[str, Any]] = {}
