@@ -17,6 +17,7 @@ from hwrl.interfaces import WeightOffer
 from hwrl.testing.processes import run_processes
 from hwrl.weights import (
     CopyRule,
+    Destination,
     EngineReceiver,
     LinkMembers,
     ReceiverTiming,
@@ -28,7 +29,9 @@ from hwrl.weights import (
     WeightSource,
     ring_nbytes_of,
 )
-from hwrl.weights.slabs import TensorReader
+from hwrl.weights.chapters import ChapteredDestination
+from hwrl.weights.destination import DestinationFactory
+from hwrl.weights.slabs import SlabLease, TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
 SLAB_NBYTES, WORKERS = 4096, 2
@@ -42,14 +45,19 @@ def rule_of(name: str, view: torch.Tensor, target: torch.Tensor) -> CopyRule:
 
 
 def carry(layout: WeightLayout, named: list[tuple[str, torch.Tensor]], destination: Any) -> None:
-    """Bring ``named`` to ``destination`` as a transport does."""
-    ring, reader = SlabRing(layout, backend=CPU), TensorReader(layout, WeightSource.of(named))
+    """Bring a version of ``named`` to ``destination``."""
     destination.begin()
+    fill(layout, named, destination)
+    destination.finish()
+
+
+def fill(layout: WeightLayout, named: list[tuple[str, torch.Tensor]], destination: Destination) -> None:
+    """Bring the slabs of ``named`` to ``destination`` as a transport does."""
+    ring, reader = SlabRing(layout, backend=CPU), TensorReader(layout, WeightSource.of(named))
     for index, slab in enumerate(layout.slabs):
         sent, lease = ring.pack(index, reader.tensors_of(slab)), destination.memory_for(index)
         lease.memory.copy_(sent.memory)
         destination.store(lease)
-    destination.finish()
 
 
 @st.composite
@@ -155,6 +163,47 @@ def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
     loaded = dict(loader.loaded)
     assert len(loader.loaded) == len(named) and loaded.keys() == dict(named).keys()
     assert all(torch.equal(loaded[name], tensor) and loaded[name].shape == tensor.shape for name, tensor in named)
+
+
+class Counted:
+    """A destination of a class that hwrl does not know: a stream of tensors, which counts its rings."""
+
+    rings = 0
+
+    def __init__(self, stream: TensorStream) -> None:
+        self._stream = stream
+        self.slots, self.tensors = stream.slots, stream.tensors
+        self.begin, self.store = stream.begin, stream.store
+        self.finish, self.cancel = stream.finish, stream.cancel
+
+    def memory_for(self, index: int) -> SlabLease:
+        lease = self._stream.memory_for(index)
+        Counted.rings += index == 0
+        return lease
+
+    def release(self) -> None:
+        Counted.rings -= 1
+        self._stream.release()
+
+    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
+        return Counted(self._stream.further(layout, make_destination))
+
+
+def test_a_destination_of_an_unknown_class_takes_chapters() -> None:
+    loader, chapters = Loader(), [[(f"t{number}", torch.full((9,), float(number)))] for number in range(3)]
+    layouts = [WeightLayout.plan(chapter) for chapter in chapters]
+
+    def make_destination(layout: WeightLayout) -> Destination:
+        return Counted(TensorStream(layout, loader, backend=CPU, slots=1))
+
+    version = ChapteredDestination(layouts[0], make_destination(layouts[0]), make_destination)
+    fill(layouts[0], chapters[0], version.begin())
+    for layout, chapter in zip(layouts[1:], chapters[1:], strict=True):
+        fill(layout, chapter, version.begin_chapter(layout))
+        assert Counted.rings == 1, "there is one ring at a time"
+    version.finish()
+    assert loader.calls == ["begin", "finish"] and [name for name, _ in loader.loaded] == ["t0", "t1", "t2"]
+    assert version.nbytes == 3 * 36
 
 
 # -- several processes ----------------------------------------------------------------------------------------------
