@@ -174,7 +174,8 @@ class Processes:
 def _forking_context() -> Any:
     """Return a multiprocessing context; it forks children from a process with torch and the :func:`preload` modules.
 
-    This saves seconds per child. The process loads no device library, because those do not survive a fork.
+    This saves seconds per child. The process loads no device library, because those do not survive a fork: each child
+    loads what torch loads at its import.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
@@ -248,6 +249,8 @@ def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None
         environment, args = pickle.loads(payload)
         os.environ.clear()
         os.environ.update(environment)
+        if torch._is_device_backend_autoload_enabled():  # both have no public name; torch calls them at its import
+            torch._import_device_backends()
         value = target.load()(rank, *args)
     except BaseException as exc:  # noqa: BLE001 - whatever ended this rank is re-raised in the parent
         error, text = exc, traceback.format_exc()

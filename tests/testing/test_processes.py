@@ -99,3 +99,27 @@ def test_a_preload_after_the_first_start_is_an_error_unless_it_asks_for_nothing_
     preload("hwrl.comm")
     with pytest.raises(HwrlError, match=r"cannot import string, json for all processes(.|\n)*already started"):
         preload("string", "json", "hwrl.comm")
+
+
+def _install_extension(folder: Path, source: str) -> None:
+    """Install an extension of torch that torch loads at its import."""
+    (folder / "acme_extension.py").write_text(source)
+    metadata = folder / "acme_extension-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme_extension\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nacme = acme_extension:load\n")
+
+
+def test_each_process_loads_the_extensions_that_torch_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_extension(tmp_path, "def load():\n    import torch\n    torch.acme = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_processes(_is_imported, 2, "acme_extension") == [True, True]
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert run_processes(_is_imported, 1, "acme_extension") == [False]
+
+
+def test_an_extension_that_fails_is_the_error_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_extension(tmp_path, "def load():\n    raise OSError('no driver')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="Failed to load the backend extension: acme"):
+        run_processes(math.ldexp, 1, 3)
