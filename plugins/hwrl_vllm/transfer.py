@@ -34,7 +34,7 @@ _log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
     """The trainer's store (its address and key), and whether the old version serves until the new one is whole."""
 
-    store: str
+    store: str = field(repr=False)
     keep_old_version: bool = True
 
 
@@ -44,7 +44,7 @@ class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # nor her
 
     call: int
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    offer: dict[str, Any] | None = None
+    offer: dict[str, Any] | None = field(default=None, repr=False)  # it has the store's address and key
     install: int = 0
     """The number of the proposal to install."""
 
@@ -73,7 +73,8 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             self._number = int(self._store.add(WORKERS, 1)) - 1
             self._receiver = EngineReceiver(self._number, backend=backend, place=place)
         except Exception:  # noqa: BLE001 - the trainer misses its answer
-            _log.exception("this worker cannot join the trainer at %s", init_info.store)
+            trainer = init_info.store.partition("#")[0]  # without the key
+            _log.exception("this worker cannot join the trainer at %s", trainer)
             return
         self._answer(0, {"rank": config.rank, "of": config.world_size, "updating": self._is_updating})
 

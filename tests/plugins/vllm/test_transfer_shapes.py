@@ -95,6 +95,18 @@ def test_two_workers_have_each_version(factory: ModuleType, workers_of: MakeWork
     trainer.shutdown()
 
 
+def test_a_worker_shows_the_key_of_the_trainers_store_nowhere(
+    workers_of: MakeWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = workers_of(1).workers
+    given: Any = {"store": "127.0.0.1:99999#secret", "keep_old_version": True}  # no port has this number
+    engine: Any = worker.engine
+    worker.init_weight_transfer_engine(given)
+    assert "cannot join the trainer at 127.0.0.1:99999\n" in caplog.text
+    update = engine.update_info_cls(call=1, offer=given)
+    assert "secret" not in f"{engine.parse_init_info(given)}{update}{caplog.text}"
+
+
 def vllms_source(model: torch.nn.Module) -> Any:
     """A source as vLLM's ``ModuleSource``."""
 
