@@ -38,11 +38,11 @@ mount --bind "$home/hosts" /etc/hosts
 mount -t tmpfs -o size=1g tmpfs /dev/shm
 mount --rbind "$home/tmp" /tmp
 ip link set lo up
-trap '' CHLD
 echo booted
-read _
+exec env --ignore-signal=CHLD cat
 """
-"""The first process of a host. It must not leave zombies, so it ignores SIGCHLD."""
+"""The first process of a host: it waits for the end of the pipe. It ignores SIGCHLD, so that it leaves no zombies. A
+shell's ``read`` cannot be used here: it also ends when a process of the host is stopped, and then the host ends."""
 
 
 class HostNetworkError(Exception):
