@@ -163,11 +163,20 @@ def test_the_weights_of_another_model_are_refused_and_the_old_version_serves(
     server.check(policy)
 
 
-def test_an_llm_in_the_trainers_process_is_updated(policy: Policy, trained: Any, model_directory: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_llm_in_the_trainers_process_is_updated(
+    policy: Policy, trained: Any, model_directory: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """As with :func:`server`: one worker packs the layers (on CPUs), two only copy."""
     from vllm import LLM, SamplingParams
 
+    if not ON_HOST and torch.accelerator.device_count() < workers:
+        pytest.skip(f"needs {workers} devices")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     settings: dict[str, Any] = {"max_model_len": LONGEST, "block_size": BLOCK, "kv_cache_memory_bytes": 64 << 20}
     settings |= {} if ON_HOST else ON_DEVICE
+    settings |= {} if workers == 1 else {"tensor_parallel_size": workers, "worker_extension_cls": PLAIN[1]}
     llm = LLM(
         str(model_directory),
         dtype="float32",
@@ -187,3 +196,4 @@ def test_an_llm_in_the_trainers_process_is_updated(policy: Policy, trained: Any,
             wanted = policy.model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax()
         assert list(output.outputs[0].token_ids) == [int(wanted)]
     trainer.shutdown()
+    llm.llm_engine.engine_core.shutdown()  # its workers would live as long as pytest
