@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 
 import torch
 
@@ -18,6 +16,7 @@ from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Limits, Proposal
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ShareKey, ShareKind, ShareReport
 from hwrl.weights.report import StageClock
 from hwrl.weights.shared_reads import SharedReading
 from hwrl.weights.shares import Shares, sender_ranks
@@ -26,23 +25,12 @@ from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
 from hwrl.weights.transports import TRANSPORTS
 
-_STOP = "stop"
 _LOOK_S = 0.2
 _WHY_CHARACTERS = 300
 
 
-class Outcome(StrEnum):
-    """How a co-sender's part of a round ended."""
-
-    SENT = "sent"
-    LOST = "lost"
-    """The transfer broke, perhaps by a receiver; another round may succeed."""
-    FAILED = "failed"
-    """The co-sender raised an error of its own."""
-
-
 def _report_key(share: int) -> str:
-    return f"share/{share}"
+    return f"{ShareKey.REPORT}/{share}"
 
 
 # -- the first rank -------------------------------------------------------------------------------------------------
@@ -69,15 +57,15 @@ class Reports:
                 report = sending.note(_report_key(share), timeout_s=_LOOK_S)
                 if report is None and not hurry and sending.has_votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
-            outcome, why = _read(report, rank)
-            if outcome is Outcome.LOST:
-                raise CommError(f"rank {rank} of the senders lost its share", why=why, fix="look at its log")
+            found = _read(report, rank)
+            if found.kind is ShareKind.LOST:
+                raise CommError(f"rank {rank} of the senders lost its share", why=found.why, fix="look at its log")
 
     def stop(self, sending: SenderRound) -> None:
         """End the co-senders' part of a lost round. Raises TransferFailedError if one is to blame, or is silent."""
         if not self._co_senders:
             return
-        sending.tell(_STOP, "")
+        sending.tell(ShareKey.STOP, "")
         deadline = time.monotonic() + self._limits.votes_s
         for share, rank in self._co_senders:
             _read(sending.note(_report_key(share), timeout_s=max(0.0, deadline - time.monotonic())), rank)
@@ -87,25 +75,25 @@ class Reports:
         for share, _ in self._co_senders:
             sending.forget(_report_key(share), of_receivers=False)
         if self._co_senders:
-            sending.forget(_STOP, of_receivers=False)
+            sending.forget(ShareKey.STOP, of_receivers=False)
 
 
-def _read(report: bytes | None, rank: int) -> tuple[Outcome, str]:
-    """Read a co-sender's report; raises TransferFailedError if it failed or if there is none."""
+def _read(report: bytes | None, rank: int) -> ShareReport:
+    """Read a co-sender's report; raises TransferFailedError if it failed, or if the report is malformed or missing."""
     if report is None:
         raise TransferFailedError(
             f"rank {rank} of the senders does not answer",
             why="it did not report about its share of the version: it died or hangs",
             fix="look at its log; receivers continue with the version that they have",
         )
-    outcome, why = json.loads(report)
-    if outcome == Outcome.FAILED:
+    found = ShareReport.read(report)
+    if found.kind is ShareKind.FAILED:
         raise TransferFailedError(
             f"rank {rank} of the senders could not send its share",
-            why=why,
+            why=found.why,
             fix="look at its log; receivers continue with the version that they have",
         )
-    return Outcome(outcome), why
+    return found
 
 
 # -- the other ranks ------------------------------------------------------------------------------------------------
@@ -211,12 +199,12 @@ class CoSender:
             end = self._end_for(proposal, layout, share)
             with torch.no_grad(), stopped_by_rank_0(report, end):
                 end.send(sending, reader, StageClock())
-            report.write(Outcome.SENT)
+            report.write(ShareKind.SENT)
         except CommError as exc:
-            report.write(Outcome.LOST, first_line(exc))
+            report.write(ShareKind.LOST, first_line(exc))
             self._abort()
         except BaseException as exc:
-            report.write(Outcome.FAILED, f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}")
+            report.write(ShareKind.FAILED, f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}")
             self._abort()
             raise
 
@@ -233,17 +221,17 @@ class _Report:
         self._lock = threading.Lock()
         self._written = False
 
-    def write(self, outcome: Outcome, why: str = "") -> None:
+    def write(self, kind: ShareKind, why: str = "") -> None:
         """Write the report, unless there is one. If the store is lost, rank 0 misses the report."""
         with self._lock:
             if not self._written:
                 self._written = True
                 with contextlib.suppress(CommError):
-                    self._channel.put_transport_note(self._proposal, self._key, json.dumps([outcome, why]))
+                    self._channel.put_transport_note(self._proposal, self._key, ShareReport(kind, why).to_json())
 
     def is_stopped(self) -> bool:
         """Return whether rank 0 has ended the round."""
-        stop = self._channel.wait_for_transport_note(self._proposal, _STOP, timeout_s=0.0)
+        stop = self._channel.wait_for_transport_note(self._proposal, ShareKey.STOP, timeout_s=0.0)
         return stop is not None or self._channel.decision(self._proposal) is not None
 
 
@@ -256,7 +244,7 @@ def stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
         with contextlib.suppress(CommError):
             while not done.wait(_LOOK_S):
                 if report.is_stopped():
-                    report.write(Outcome.LOST, "rank 0 ended the round")
+                    report.write(ShareKind.LOST, "rank 0 ended the round")
                     end.abort()  # again and again: it may be about to connect
 
     thread = threading.Thread(target=watch, daemon=True)

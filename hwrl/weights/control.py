@@ -77,7 +77,7 @@ class Vote:
     @classmethod
     def read(cls, text: bytes) -> Vote:
         """Read a vote; raises TransferFailedError if it is malformed."""
-        return cls(*_read_message("a vote", text, VoteKind))
+        return cls(*read_message("a vote", text, VoteKind))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Decision:
     @classmethod
     def read(cls, text: bytes) -> Decision:
         """Read a decision; raises TransferFailedError if it is malformed."""
-        return cls(*_read_message("a decision", text, DecisionKind))
+        return cls(*read_message("a decision", text, DecisionKind))
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class ControlChannel:
 
     def decide(self, proposal: Proposal, decision: Decision) -> None:
         """Tell the receivers how the proposal ended."""
-        self._keys.set(_key(Note.DECISION, proposal.number), _message(decision))
+        self._keys.set(_key(Note.DECISION, proposal.number), write_message(decision.kind, decision.detail))
 
     def give_up(self, proposal: Proposal, why: str) -> None:
         """Tell the receivers that no proposal follows; does nothing if ``proposal`` was committed or never shown."""
@@ -320,7 +320,7 @@ class ControlChannel:
 
     def cast_vote(self, proposal: Proposal, member: int, vote: Vote) -> None:
         """Write the vote of receiver ``member``."""
-        self._keys.set(_key(Note.VOTE, proposal.number, member), _message(vote))
+        self._keys.set(_key(Note.VOTE, proposal.number, member), write_message(vote.kind, vote.detail))
 
     # -- the receivers read -------------------------------------------------------------------------------------
 
@@ -426,11 +426,13 @@ def _transport_key(proposal: Proposal, key: str, member: int | None) -> str:
     return _key(Note.TRANSPORT, proposal.number, key, *([] if member is None else [member]))
 
 
-def _message(message: Vote | Decision) -> str:
-    return json.dumps([message.kind, message.detail])
+def write_message(kind: StrEnum, detail: str) -> str:
+    """Return a message as text, for :func:`read_message`."""
+    return json.dumps([kind, detail])
 
 
-def _read_message(name: str, text: bytes, kinds: type[_KindT]) -> tuple[_KindT, str]:
+def read_message(name: str, text: bytes, kinds: type[_KindT]) -> tuple[_KindT, str]:
+    """Return kind and detail of a message; raises TransferFailedError, with the ``name``, if it is malformed."""
     try:
         kind, detail = json.loads(text)
         return kinds(kind), str(detail)

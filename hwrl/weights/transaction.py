@@ -23,18 +23,12 @@ from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import WeightSource
-from hwrl.weights.transport import (
-    BROKEN_OFF,
-    NO_CHAPTER,
-    SenderContext,
-    SenderRound,
-    Transport,
-    TransportSender,
-)
+from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
 
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
@@ -364,7 +358,7 @@ class Transaction:
         except CommError as exc:
             link.end.abort()
             if self._offer.source.chapters is not None:
-                sending.begin_chapter(BROKEN_OFF)
+                sending.end_chapter(ChapterNote(ChapterKind.BROKEN_OFF))
             if reader.begun:  # else they were not told of the round
                 link.reports.stop(sending)
             return SendFailure(exc.why, str(exc))
@@ -385,12 +379,12 @@ class Transaction:
                 tensors = chapters.take()
             layout = link.plan(described(tensors))
             link.end.end_round(sending)  # its notes are read
-            sending.begin_chapter(layout.to_json())
+            sending.end_chapter(ChapterNote(ChapterKind.NEXT, layout.to_json()))
             reader = TensorReader(layout, WeightSource(lambda: iter(()), functools.partial(iter, tensors)))
             link.end.send(sending, reader, self._clock)
             del tensors, reader  # before the next ones are made
         link.end.end_round(sending)
-        sending.begin_chapter(NO_CHAPTER)
+        sending.end_chapter(ChapterNote(ChapterKind.END))
 
     def _check_not_spent(self) -> None:
         if self._spent:

@@ -33,11 +33,10 @@ from hwrl.weights.control import (
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader
 
-NO_CHAPTER = "end"
-BROKEN_OFF = "broken off"
 _LOOK_S = 0.5  # the sender looks for receivers that left meanwhile
 _Found = TypeVar("_Found")
 
@@ -202,10 +201,10 @@ class SenderRound:
                 break
         return silent
 
-    def begin_chapter(self, layout: str) -> None:
-        """Tell the receivers that tensors of another layout follow; NO_CHAPTER: none do."""
+    def end_chapter(self, note: ChapterNote) -> None:
+        """Tell the receivers what follows this chapter."""
         self._chapter += 1
-        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), layout)
+        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), note.to_json())
 
     def forget_chapters(self) -> None:
         """Delete the notes about chapters."""
@@ -383,15 +382,16 @@ class ReceiverRound(MemberRound):
     def further_chapters(self) -> Iterator[ReceiverRound]:
         """Yield a round for each further layout of the version, when the sender begins it.
 
-        Raises CommError if the sender broke off, LayoutMismatchError if a layout is malformed.
+        Raises CommError if the sender broke off. Raises TransferFailedError or LayoutMismatchError if its note or the
+        layout is malformed.
         """
         for number in itertools.count(1):
-            layout = self._wait_for_note(_chapter_key(number)).decode()
-            if layout == NO_CHAPTER:
+            note = ChapterNote.read(self._wait_for_note(_chapter_key(number)))
+            if note.kind is ChapterKind.END:
                 return
-            if layout == BROKEN_OFF:
+            if note.kind is ChapterKind.BROKEN_OFF:
                 raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
-            yield replace(self, layout=WeightLayout.from_json(layout.encode()), chapter=number)
+            yield replace(self, layout=WeightLayout.from_json(note.layout), chapter=number)
 
     def tell(self, key: str) -> None:
         """Write this receiver's transport note ``key``."""

@@ -27,15 +27,19 @@ from hwrl.weights import (
     WeightSource,
     slab_sizes,
 )
-from hwrl.weights.co_sender import Outcome, stopped_by_rank_0
+from hwrl.weights.co_sender import Reports, stopped_by_rank_0
+from hwrl.weights.control import Limits
+from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ShareKind
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
+from hwrl.weights.transport import SenderRound
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend, FaultyBackend
 from tests.support.fsdp_training import engine_on, join, mixture_directory
 from tests.support.sharded_weights import SLAB_NBYTES, TrainerSide, hard_weights, is_exact, receive_all, sharded
-from tests.support.weight_link import sender_of, store
+from tests.support.weight_link import channel_of, exchange, newest_proposal, receiver_of, sender_of, store
 
 __all__ = ["mixture_directory", "store"]  # the fixtures
 
@@ -292,11 +296,23 @@ def test_a_co_sender_that_reads_nothing_ends_its_rank_at_once(store: Any) -> Non
 
 def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
     ended, written = threading.Event(), []
-    report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda outcome, why: written.append(outcome))
+    report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda kind, why: written.append(kind))
     end: Any = SimpleNamespace(abort=ended.set)
     with stopped_by_rank_0(report, end):
         assert ended.wait(5.0), "nobody ended the operation that waits"
-    assert set(written) == {Outcome.LOST}
+    assert set(written) == {ShareKind.LOST}
+
+
+@pytest.mark.parametrize("junk", ["", "[]", '["sent"]', '["done", ""]', "[" * 5000])
+def test_a_malformed_report_of_a_co_sender_fails_the_version(store: Any, junk: str) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel, proposal = channel_of(store), newest_proposal(store)
+        channel.put_transport_note(proposal, "share/1", junk)
+        sending, reports = SenderRound(proposal, channel, Membership(channel)), Reports((0, 1), Limits(10.0))
+        for read in (reports.wait_until_sent, reports.stop):
+            with pytest.raises(TransferFailedError, match="a co-sender's report cannot be read"):
+                read(sending)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from hwrl.errors import (
 )
 from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
 from hwrl.weights.control import ControlChannel, Decision, Proposal, Vote
+from hwrl.weights.notes import ChapterNote, ShareReport
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.transport import SenderRound
@@ -433,11 +434,18 @@ def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])
-def test_unreadable_votes_and_decisions_are_refused(text: bytes) -> None:
-    with pytest.raises(TransferFailedError, match="a vote cannot be read"):
-        Vote.read(text)
-    with pytest.raises(TransferFailedError, match="a decision cannot be read"):
-        Decision.read(text)
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (Vote, "a vote"),
+        (Decision, "a decision"),
+        (ChapterNote, "a note about a chapter"),
+        (ShareReport, "a co-sender's report"),
+    ],
+)
+def test_unreadable_messages_are_refused(message: Any, name: str, text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match=f"{name} cannot be read"):
+        message.read(text)
 
 
 def test_a_lost_store_is_named() -> None:

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
-_NO_WINDOW = "null"
 _LOOK_S = 1e-4  # a window takes a millisecond between two devices
+
+
+class WindowKind(StrEnum):
+    """What a sender's note about a window says."""
+
+    LENT = "lent"
+    """Receivers may read the window."""
+    BROKEN_OFF = "broken off"
+    """No window follows: the sender has ended the round."""
 
 
 def _window_key(number: int) -> str:
@@ -101,7 +110,7 @@ class IpcSender:
         """Tell the receivers not to wait for another window."""
         sending = self._sending
         if sending is not None:
-            sending.tell(_window_key(self._shown), _NO_WINDOW)
+            sending.tell(_window_key(self._shown), json.dumps({"kind": WindowKind.BROKEN_OFF}))
 
     def end_round(self, sending: SenderRound) -> None:
         """Drop the lent memory when no receiver reads it, or when the silent ones had their time; delete the notes."""
@@ -168,7 +177,7 @@ class _LentWindow:
                     self._handles[storage._cdata] = handles[-1]
                 stay.append(stays)
             places.append((numbers[storage._cdata], int(memory.storage_offset())))
-        return json.dumps({"handles": handles, "stay": stay, "places": places})
+        return json.dumps({"kind": WindowKind.LENT, "handles": handles, "stay": stay, "places": places})
 
 
 @dataclass(frozen=True)
@@ -182,10 +191,11 @@ class Window:
     @classmethod
     def read(cls, note: bytes, *, max_places: int) -> Window:
         """Read the sender's note. Raises CommError if the sender stopped, TransferFailedError if it is malformed."""
-        if note == _NO_WINDOW.encode():
-            raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
         try:
             found = json.loads(note)
+            kind = WindowKind(found["kind"])
+            if kind is WindowKind.BROKEN_OFF:
+                raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
             handles = [dict(handle) for handle in found["handles"]]
             stay = [bool(stays) for stays in found["stay"]]
             places = [(int(number), int(offset)) for number, offset in found["places"]]
