@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
+__all__ = ["large_imports", "lazy_names"]
+
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for ``package``, which has each name from a module inside.

@@ -22,6 +22,25 @@ from transformers.initialization import no_init_weights
 from hwrl.errors import ConfigError, DataError
 from hwrl.memory import own_memory
 
+__all__ = [
+    "build_meta_model",
+    "build_model",
+    "encode_prompt",
+    "load_generation_config",
+    "load_model",
+    "load_model_config",
+    "load_tokenizer",
+    "logits_at",
+    "model_identity",
+    "require_loadable",
+    "require_no_adapter",
+    "require_present",
+    "translated_errors",
+    "use_chat_template",
+    "use_working_experts",
+    "vocabulary_size",
+]
+
 _log = logging.getLogger("hwrl.models")
 
 _ATTENTION = "sdpa"

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from hwrl.errors import DataError
 
+__all__ = ["FILE_NBYTES", "INDEX", "SINGLE_FILE", "TensorFiles", "write_tensors"]
+
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILE_NBYTES = 4 << 30

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         has_saves,
         unfinished_saves,
     )
-    from hwrl.checkpoint.directory.durable import DurableFS
+    from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
     from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner
     from hwrl.checkpoint.format.copies import copy_for_torch
     from hwrl.checkpoint.format.loading import SavedTensors, read_tensors

@@ -1,7 +1,7 @@
 """Find backends and plugins: hooks, entry points, and the registry that chooses this process's backend."""
 
-from hwrl.discovery.hookspecs import hookimpl, hookspec
-from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault, run_plugin_code
+from hwrl.discovery.hookspecs import hookimpl
+from hwrl.discovery.loading import LoadFailure, Plugin, PluginFault, run_plugin_code
 from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook, plugins_with_hook
 from hwrl.discovery.registry import (
     BACKEND_ENTRY_POINTS,
@@ -23,7 +23,6 @@ from hwrl.discovery.registry import (
 __all__ = [
     "BACKEND_ENTRY_POINTS",
     "BACKEND_VARIABLE",
-    "MANDATORY_HOOKS",
     "PLUGIN_ENTRY_POINTS",
     "Choice",
     "LoadFailure",
@@ -37,7 +36,6 @@ __all__ = [
     "engine_args",
     "get_backend",
     "hookimpl",
-    "hookspec",
     "host_backend",
     "kernels",
     "load_hook",

@@ -17,7 +17,7 @@ from hwrl.interfaces.chat import ParsedAnswer, ToolCall, ToolParser, Tools
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
 from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
-from hwrl.interfaces.groups import Bools, Floats, Ints, PromptGroup, Response, Segment, Trajectory
+from hwrl.interfaces.groups import Ints, PromptGroup, Response, Segment, Trajectory
 from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
@@ -25,7 +25,6 @@ from hwrl.interfaces.losses import Advantage, LossInputs, TokenLoss
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
 from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
-    PROBE_ROOT,
     Finding,
     PciDevice,
     ProbeContext,
@@ -51,19 +50,16 @@ __all__ = [
     "ALWAYS",
     "API_VERSION",
     "MEMORY_TAGS",
-    "PROBE_ROOT",
     "Advantage",
     "Backend",
     "BackendInfo",
     "Batch",
-    "Bools",
     "Capability",
     "Command",
     "Completion",
     "DeviceMap",
     "EngineSettings",
     "Finding",
-    "Floats",
     "GenerationRequest",
     "Group",
     "Handle",

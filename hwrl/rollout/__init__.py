@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.prompt_order import Curriculum as Curriculum
-    from hwrl.rollout.prompt_order import PromptOrder as PromptOrder
     from hwrl.rollout.prompt_order import PromptSet as PromptSet
     from hwrl.rollout.prompt_order import PromptStream as PromptStream
     from hwrl.rollout.prompt_order import mixture as mixture
@@ -114,7 +113,6 @@ _MODULE_OF = {
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
-    "PromptOrder": "prompt_order",
     "PromptSet": "prompt_order",
     "PromptStream": "prompt_order",
     "ReceivedModels": "model_link",
@@ -192,7 +190,6 @@ __all__ = [
     "Prompt",
     "PromptLease",
     "PromptLedger",
-    "PromptOrder",
     "PromptSet",
     "PromptStream",
     "ReceivedModels",

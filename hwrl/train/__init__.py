@@ -11,7 +11,6 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
-    from hwrl.train.advantages import group_advantages as group_advantages
     from hwrl.train.algorithm import Algorithm as Algorithm
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import AggregationMode as AggregationMode
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
-    from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.loading import open_model as open_model
     from hwrl.train.loading import read_on_all_ranks as read_on_all_ranks
     from hwrl.train.loading import read_weights as read_weights
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from hwrl.train.objective import UserLoss as UserLoss
     from hwrl.train.overlong import Overlong as Overlong
     from hwrl.train.packing import MicroBatch as MicroBatch
-    from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
     from hwrl.train.reference import ReferenceModel as ReferenceModel
     from hwrl.train.scoring import OutputScorer as OutputScorer
@@ -82,11 +79,8 @@ _MODULE_OF = {
     "ValueLoss": "critic",
     "VocabularyShard": "scoring",
     "add_in_turns": "memory",
-    "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
-    "collate": "padding",
     "fsdp_memory": "memory",
-    "group_advantages": "advantages",
     "layers_of": "sharding",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
@@ -127,11 +121,8 @@ __all__ = [
     "ValueLoss",
     "VocabularyShard",
     "add_in_turns",
-    "apply_kernels",
     "certain_fsdp_memory",
-    "collate",
     "fsdp_memory",
-    "group_advantages",
     "layers_of",
     "mismatch_kl",
     "move_metrics",

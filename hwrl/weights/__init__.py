@@ -4,7 +4,6 @@ from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, 
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.control import DecisionKind, Limits, Proposal, TransportPayload
 from hwrl.weights.destination import (
-    RING_NBYTES,
     Destination,
     TensorLoader,
     TensorStream,
@@ -37,14 +36,12 @@ from hwrl.weights.transport import (
     TransportSender,
 )
 from hwrl.weights.transports import TRANSPORTS, TransportName
-from hwrl.weights.transports.installed import TRANSPORT_ENTRY_POINTS, installed_transports, with_transport
+from hwrl.weights.transports.installed import installed_transports, with_transport
 
 __all__ = [
     "POLICY",
     "POLICY_BASE",
-    "RING_NBYTES",
     "TRANSPORTS",
-    "TRANSPORT_ENTRY_POINTS",
     "AsyncStreamReceiver",
     "AsyncWeightReceiver",
     "AsyncWeightSender",

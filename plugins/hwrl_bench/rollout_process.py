@@ -140,7 +140,7 @@ class EngineGeneration(GenerationWay):
         self._submitted = 0
 
     def _make(self, settings: RolloutSettings, options: dict[str, Any]) -> RolloutEngine:
-        from hwrl_vllm.engine import VllmEngine
+        from hwrl_vllm import VllmEngine
 
         return VllmEngine(settings, options={**_NO_REUSE, **options}, backend=get_backend())
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hwrl.comm import Group
     from hwrl.interfaces import Backend, EngineSettings, MemoryCause, RolloutSettings, TrainEngine
 
+__all__ = ["hwrl_check_engine", "hwrl_engine_memory", "hwrl_train_engine", "prepare_process"]
+
 
 @hwrl.hookimpl
 def hwrl_check_engine(options: Mapping[str, Any]) -> None:

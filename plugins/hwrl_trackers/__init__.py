@@ -4,3 +4,5 @@
 
 Each is a plugin of its own, a module in this package. Importing it imports no tracker.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 docs/verl.md has the settings. verl imports ``hwrl_verl.platform`` by an entry point.
 """
+
+__all__: list[str] = []

@@ -16,10 +16,20 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.interfaces import Backend, EngineSettings, MemoryCause, RolloutEngine, RolloutSettings
-    from hwrl_vllm.clients import LocalClient as LocalClient
-    from hwrl_vllm.clients import ServerClient as ServerClient
-    from hwrl_vllm.trainer import TransferTrainer as TransferTrainer
-    from hwrl_vllm.trainer import TransferTrainerInit as TransferTrainerInit
+    from hwrl_vllm.clients import LocalClient, ServerClient
+    from hwrl_vllm.engine import VllmEngine
+    from hwrl_vllm.trainer import TransferTrainer, TransferTrainerInit
+
+__all__ = [
+    "LocalClient",
+    "ServerClient",
+    "TransferTrainer",
+    "TransferTrainerInit",
+    "VllmEngine",
+    "hwrl_check_engine",
+    "hwrl_engine_memory",
+    "hwrl_rollout_engine",
+]
 
 __getattr__, _ = lazy_names(  # its own dir() stays: the hooks must be found there
     __name__,
@@ -28,6 +38,7 @@ __getattr__, _ = lazy_names(  # its own dir() stays: the hooks must be found the
         "ServerClient": "clients",
         "TransferTrainer": "trainer",
         "TransferTrainerInit": "trainer",
+        "VllmEngine": "engine",
     },
 )
 

@@ -19,16 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hwrl import get_backend
-from hwrl_bench.models import MODELS
-from hwrl_bench.result import provenance
-from hwrl_bench.ways import BenchPlan, TransferResult
-from hwrl_bench.worker import BenchWorker
-
-if TYPE_CHECKING:
-    from hwrl_bench.ways import TransferWay
+from hwrl_bench import MODELS, BenchPlan, BenchWorker, TransferResult, TransferWay, provenance
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _ASLEEP_S = (0.0, 0.0, 2.0, 2.0)

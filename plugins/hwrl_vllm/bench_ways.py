@@ -17,8 +17,7 @@ from hwrl.comm import Comm, store_address
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import INCARNATION, EngineModels, ModelLink
 from hwrl.weights import POLICY, WeightReceiver, WeightSender
-from hwrl_bench.ways import TransferResult, TransferWay
-from hwrl_bench.worker import BenchWorker
+from hwrl_bench import BenchWorker, TransferResult, TransferWay
 
 if TYPE_CHECKING:
     from hwrl_vllm.engine import VllmEngine

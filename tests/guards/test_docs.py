@@ -11,7 +11,8 @@ from types import FunctionType
 import pytest
 
 from hwrl import errors
-from hwrl.discovery import MANDATORY_HOOKS, hookspecs
+from hwrl.discovery import hookspecs
+from hwrl.discovery.loading import MANDATORY_HOOKS
 from hwrl.errors import HwrlError
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,7 +12,8 @@ import hwrl
 import hwrl_cpu
 from hwrl.discovery import kernels
 from hwrl.testing.varlen import PACKED, wrong_varlen
-from hwrl.train import FsdpEngine, PolicyLoss, apply_kernels
+from hwrl.train import FsdpEngine, PolicyLoss
+from hwrl.train.kernels import apply_kernels
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, model_directory
 from tests.support.tiny_model import tiny_model
 

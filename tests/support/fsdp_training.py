@@ -15,8 +15,10 @@ import hwrl
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
-from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss, collate, group_advantages
+from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss
+from hwrl.train.advantages import group_advantages
 from hwrl.train.packing import make_pack
+from hwrl.train.padding import collate
 
 
 @pytest.fixture(scope="module")

@@ -61,14 +61,20 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def public_names(package: str) -> list[str]:
-    """Return the face's ``__all__`` as it is written; an empty list if it is missing or computed."""
-    for node in tree(REPO / "hwrl" / package / "__init__.py").body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+    """Return the ``__all__`` of a package of hwrl as it is written; an empty list if it is missing or computed."""
+    return exported_names(REPO / "hwrl" / package / "__init__.py") or []
+
+
+def exported_names(path: Path) -> list[str] | None:
+    """Return the ``__all__`` of the file as it is written; None if it is missing or computed."""
+    for node in tree(path).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if target is not None and ast.unparse(target) == "__all__":
             try:
-                return list(ast.literal_eval(node.value))
+                return list(ast.literal_eval(node.value))  # type: ignore[attr-defined] # an assignment has one
             except ValueError:
-                return []
-    return []
+                return None
+    return None
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:

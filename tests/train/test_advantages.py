@@ -11,9 +11,11 @@ import torch
 
 from hwrl.errors import DataError
 from hwrl.interfaces import PromptGroup, Segment, Trajectory
-from hwrl.train import Overlong, collate, group_advantages
+from hwrl.train import Overlong
+from hwrl.train.advantages import group_advantages
 from hwrl.train.aggregation import row_weights
 from hwrl.train.choices import AggregationMode
+from hwrl.train.padding import collate
 from tests.support.rewarded_groups import group_of, ints, response
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from hwrl.interfaces import Kernels
-from hwrl.train import PolicyLoss, apply_kernels
+from hwrl.train import PolicyLoss
+from hwrl.train.kernels import apply_kernels
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, model_directory
 from tests.support.tiny_model import tiny_model
 

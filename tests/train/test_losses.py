@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hwrl.interfaces import LossInputs, PromptGroup, Response
-from hwrl.train import PolicyLoss, collate, mismatch_kl
+from hwrl.train import PolicyLoss, mismatch_kl
+from hwrl.train.padding import collate
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:

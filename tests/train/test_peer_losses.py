@@ -16,8 +16,8 @@ from hwrl.train import (
     LossName,
     Objective,
     PolicyLoss,
-    group_advantages,
 )
+from hwrl.train.advantages import group_advantages
 from hwrl.train.aggregation import row_weights
 from hwrl.train.objective import kl_penalty
 from tests.support.loss_inputs import Rows, random_rows
