@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,9 +48,10 @@ from hwrl_vllm.partial import PartialResponse
 from hwrl_vllm.scheduler import NewTokens
 from hwrl_vllm.starting import start_vllm, vllm_sampling
 from hwrl_vllm.tools import vllm_tool_parser
-from hwrl_vllm.worker import LentWeights
+from hwrl_vllm.worker import LentWeights, WeightLoading
 
 Weights = Mapping[str, torch.Tensor]
+_WorkerResultT = TypeVar("_WorkerResultT")
 _ENDS = ("STOP", "LENGTH")
 """vLLM's names for the ends of whole responses."""
 
@@ -149,7 +150,7 @@ class VllmEngine(RolloutEngine):
             if member is not None:
                 self._held[number] = Taken()
         try:
-            results = self._core.call_workers("hwrl_receive", pickle.dumps(offer), timeout_s=offer.limit_s)
+            results = self._on_workers(WeightLoading.hwrl_receive, pickle.dumps(offer), timeout_s=offer.limit_s)
         except Exception as exc:
             raise self._not_loaded(f"version {offer.version}", exc) from exc
         for number, result in enumerate(results):
@@ -166,20 +167,18 @@ class VllmEngine(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         require_no_adapter(self._adapter)
-        self._replace("hwrl_load_weights", self._checked(weights, self._base), name=f"version {version}")
+        self._replace(self._checked(weights, self._base), name=f"version {version}")
         self._serve(version)
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
         require_adapter(self._adapter)
-        given = self._checked(weights, self._base)
-        self._replace("hwrl_load_weights", given, name=f"base {base:#x}")
+        self._replace(self._checked(weights, self._base), name=f"base {base:#x}")
         self.base = base
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
         require_adapter(self._adapter)
         require_base(self.base, base)
-        given = self._checked(weights, self._adapter)
-        self._replace("hwrl_load_adapter", given, self._form, name=f"version {version}")
+        self._replace(self._checked(weights, self._adapter), name=f"version {version}", adapter=self._form)
         self._serve(version)
 
     def close(self) -> None:
@@ -194,7 +193,7 @@ class VllmEngine(RolloutEngine):
             return 0
         with self._or_no_weights("falling asleep"):
             self._take(self._core.pause())  # of aborted requests
-            self._core.call_workers("hwrl_release_receiver")
+            self._on_workers(WeightLoading.hwrl_release_receiver)
             free_nbytes = self._free_nbytes()
             self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
             self._core.sleep(level)
@@ -219,11 +218,11 @@ class VllmEngine(RolloutEngine):
         """Check that vLLM supports the settings, and prepare its workers."""
         forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
         with self._or_no_weights("preparing its workers"):
-            self._core.call_workers("hwrl_record", pickle.dumps(forms))
+            self._on_workers(WeightLoading.hwrl_record, pickle.dumps(forms))
             if self._settings.may_sleep:
-                self._core.call_workers("hwrl_prepare_sleep")
+                self._on_workers(WeightLoading.hwrl_prepare_sleep)
             if self._adapter:
-                require_places(self._core.call_workers("hwrl_layers_without_place", list(self._adapter)))
+                require_places(self._on_workers(WeightLoading.hwrl_layers_without_place, list(self._adapter)))
 
     @contextmanager
     def _or_no_weights(self, activity: str) -> Iterator[None]:
@@ -253,7 +252,7 @@ class VllmEngine(RolloutEngine):
         return f"{otherwise}; after a worker's death, make a new engine"
 
     def _free_nbytes(self) -> int:
-        return sum(self._core.call_workers("hwrl_free_nbytes"))
+        return sum(self._on_workers(WeightLoading.hwrl_free_nbytes))
 
     def _require_sleep_mode(self) -> None:
         if not self._settings.may_sleep:
@@ -281,17 +280,18 @@ class VllmEngine(RolloutEngine):
             partial.mark(self.version)
         self.version = -1
 
-    def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
-        """Let the workers load ``weights``. The engine has no version until all of them have succeeded.
+    def _replace(self, weights: Weights, *, name: str, adapter: Mapping[str, Any] | None = None) -> None:
+        """Let the workers load ``weights``: the whole model's, or with ``adapter``, PEFT's config, an adapter's.
 
-        If ``weights`` cannot be copied, for example for lack of room, the engine keeps its version.
+        The engine has no version until all of them have succeeded. A whole model also takes the place of the base. If
+        ``weights`` cannot be copied, for example for lack of room, the engine keeps its version.
         """
         copied = self._on_device(weights, name)
         self._stop_serving()
-        if method == "hwrl_load_weights":
+        if adapter is None:
             self.base, self._held = None, [Taken()] * self.receivers
         try:
-            self._call_workers(method, copied, *args)
+            self._load(copied, adapter)
         except Exception as exc:
             raise self._not_loaded(name, exc) from exc
 
@@ -302,13 +302,19 @@ class VllmEngine(RolloutEngine):
             fix=self._repair("load a whole version before the next step"),
         )
 
-    def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
+    def _load(self, weights: Weights, adapter: Mapping[str, Any] | None) -> None:
         if self._worker_is_here:
-            self._core.call_workers(method, weights, *args)
+            self._on_workers(WeightLoading.hwrl_load, weights, adapter)
             return
         lent = LentWeights.of(weights, self._backend)
         self._backend.synchronize()
-        self._core.call_workers("hwrl_load_lent", method, pickle.dumps((lent, args)))
+        self._on_workers(WeightLoading.hwrl_load_lent, pickle.dumps((lent, adapter)))
+
+    def _on_workers(
+        self, method: Callable[..., _WorkerResultT], *args: Any, timeout_s: float | None = None
+    ) -> list[_WorkerResultT]:
+        """Return each worker's result of ``method``, one of WeightLoading's."""
+        return self._core.call_workers(method.__name__, *args, timeout_s=timeout_s)
 
     def _on_device(self, weights: Weights, name: str) -> Weights:
         """Return ``weights`` where the workers can read them: a worker process cannot open host memory."""

@@ -61,10 +61,10 @@ class WeightLoading:
     def _hwrl_receiver(self) -> EngineReceiver:
         return EngineReceiver(self.rank, backend=get_backend(), place=self._hwrl_loading.place)
 
-    def hwrl_load_lent(self, method: str, pickled: bytes) -> None:
-        """Call ``method`` with the weights of another process: ``pickled`` are LentWeights, and further arguments."""
-        lent, args = pickle.loads(pickled)
-        getattr(self, method)(lent.open(get_backend()), *args)
+    def hwrl_load_lent(self, pickled: bytes) -> None:
+        """Load the weights of another process: ``pickled`` are LentWeights and the ``adapter`` of :meth:`hwrl_load`."""
+        lent, adapter = pickle.loads(pickled)
+        self.hwrl_load(lent.open(get_backend()), adapter)
 
     def hwrl_record(self, pickled: bytes) -> None:
         """Record how vLLM's loaders bring weights into the model, before there are any.
@@ -83,16 +83,16 @@ class WeightLoading:
             return None
         return self._hwrl_receiver.take(offer)
 
-    def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def hwrl_load(self, weights: Mapping[str, torch.Tensor], adapter: Mapping[str, Any] | None) -> None:
         """Load contiguous ``weights`` of the whole model, in place; each worker takes its shards. Blocks.
 
-        After a failure the model is a mixture of versions; another load repairs it.
+        With ``adapter``, PEFT's config, the weights are a whole adapter's, under PEFT's names. After a failure the
+        model is a mixture of versions; another load repairs it.
         """
-        self._hwrl_loading.load(weights)
-
-    def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Load ``weights`` (PEFT's names), a whole adapter with PEFT's ``config``. Blocks."""
-        replace_adapter(self.model_runner.lora_manager, weights, config)
+        if adapter is None:
+            self._hwrl_loading.load(weights)
+            return
+        replace_adapter(self.model_runner.lora_manager, weights, adapter)
         get_backend().synchronize()
 
     def hwrl_layers_without_place(self, names: Collection[str]) -> list[str]:

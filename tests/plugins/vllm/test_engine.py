@@ -394,7 +394,7 @@ def test_what_was_cached_before_a_sleep_is_not_read_after_it(
     requests = requests_of(4, prompt=2 * BLOCK + 6)
     generate(engine, requests)
     engine.sleep(level=1)
-    engine._call_workers("hwrl_load_weights", engine._on_device(policy.change(), "another version"))  # it would show
+    engine._load(engine._on_device(policy.change(), "another version"), None)  # it would show
     engine.wake()
     policy.check_greedy(requests, generate(engine, requests))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import pickle
 import queue
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from hwrl_vllm.causes import CAUSES
 from hwrl_vllm.core import Core, ProcessCore
 from hwrl_vllm.engine import VllmEngine
 from hwrl_vllm.scheduler import NewTokens
+from hwrl_vllm.worker import WeightLoading
 
 SETTINGS = RolloutSettings(model_directory=Path("/m"), dtype=torch.float32, eos_ids=[1], max_running=8, max_length=64)
 REFUSED = 13
@@ -43,6 +46,8 @@ class FakeCore(Core):
         self.tokens: list[NewTokens] = []
         self.failing: set[str] = set()
         self.taken: list[Any] = []  # by each worker, of an offer
+        self.workers: list[WeightLoading] = []
+        self.called: list[str] = []  # of the workers
 
     @property
     def has_ended(self) -> bool:
@@ -65,7 +70,13 @@ class FakeCore(Core):
 
     def call(self, method: str, *args: Any) -> Any:
         self._fail(method)
-        return self.taken if args and args[0] == "hwrl_receive" else []
+        if method != "collective_rpc":
+            return None
+        name, _, arguments, _ = args
+        self.called.append(name)
+        if name == WeightLoading.hwrl_receive.__name__:
+            return self.taken
+        return [getattr(worker, name)(*arguments) for worker in self.workers]
 
     def close(self) -> None:
         pass
@@ -136,6 +147,47 @@ def test_weights_that_were_lost_are_not_counted_as_held(engine: VllmEngine, core
         engine.step()
     core.failing, core.taken = set(), [None]
     assert engine.receive_weights(offer(5, (None,))) is None and engine.version == -1
+
+
+def test_each_call_of_a_worker_is_one_of_its_methods(
+    engine: VllmEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._worker_is_here = False
+    load(engine, 1)
+    assert core.called[:2] == ["hwrl_record", "hwrl_load_lent"]
+    engine.receive_weights(offer(5, (None,)))
+    engine._settings = replace(SETTINGS, may_sleep=True)
+    engine.sleep(level=1)
+    assert set(core.called) - {"hwrl_record", "hwrl_load_lent"} >= {"hwrl_receive", "hwrl_free_nbytes"}
+    assert [name for name in core.called if not callable(getattr(WeightLoading, name, None))] == []
+
+
+class Noting(WeightLoading):
+    """A worker that notes what it loads."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    def hwrl_load(self, weights: Any, adapter: Any) -> None:
+        self.loaded.append((set(weights), adapter))
+
+
+class Opened:
+    """In place of LentWeights, which only another process can open."""
+
+    def open(self, backend: Any) -> dict[str, torch.Tensor]:
+        return {"lent": torch.ones(2)}
+
+
+@pytest.mark.parametrize("form", [None, {"r": 4}])
+def test_a_worker_loads_a_model_or_an_adapter_which_keeps_the_base(
+    form: dict[str, Any] | None, engine: VllmEngine, core: FakeCore
+) -> None:
+    core.workers = [worker := Noting()]
+    engine.base = 7
+    engine._replace({"a": torch.ones(2)}, name="version 2", adapter=form)
+    worker.hwrl_load_lent(pickle.dumps((Opened(), form)))
+    assert worker.loaded == [({"a"}, form), ({"lent"}, form)] and engine.base == (7 if form else None)
 
 
 def test_workers_that_do_not_answer_leave_no_version(engine: VllmEngine, core: FakeCore) -> None:
