@@ -14,6 +14,7 @@ from hwrl_bench.arguments import add_json, folder, positive_float, positive_int,
 from hwrl_bench.checkpoint_process import SaveProcess
 from hwrl_bench.checkpoint_ways import WAYS, SaveWorkload
 from hwrl_bench.result import machine_line, provenance, report, unmeasured_lines
+from hwrl_bench.ways import BenchPlan
 
 HELP = "asynchronous saves against torch's and megatron-core's: time blocked, the next step, host memory"
 
@@ -44,7 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure each way in its own process, print a table, write the JSON; fail if hwrl could not be measured."""
-    ways = {name: _measure(name, args) for name in args.ways}
+    plan = BenchPlan(tuple(args.ways), args.rounds)
+    ways = plan.one_by_one(lambda name: _measure(name, plan, args))
     result = {
         "benchmark": "checkpoint",
         "offload": args.offload,
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 # -- one way -------------------------------------------------------------------------------------------------------
 
 
-def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(name: str, plan: BenchPlan, args: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of one way, or the reason why there are none."""
     why_not = WAYS[name].why_not() or (WAYS[name].why_not_offloaded if args.offload != "none" else None)
     if why_not:
@@ -69,10 +71,10 @@ def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     nbytes = int(args.gib * (1 << 30))
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hwrl-bench-") as directory:
         workload = SaveWorkload(nbytes, args.offload, args.tokens, args.rollout_s, args.staging, Path(directory))
-        return _measure_in_process(name, workload, args.rounds, timeout_s=args.timeout)
+        return _measure_in_process(name, workload, plan, timeout_s=args.timeout)
 
 
-def _measure_in_process(name: str, workload: SaveWorkload, rounds: int, *, timeout_s: float) -> dict[str, Any]:
+def _measure_in_process(name: str, workload: SaveWorkload, plan: BenchPlan, *, timeout_s: float) -> dict[str, Any]:
     """Measure one way. If the time is over before the last round, return the rounds until then."""
     rows: list[dict[str, float]] = []
     try:
@@ -82,7 +84,7 @@ def _measure_in_process(name: str, workload: SaveWorkload, rounds: int, *, timeo
                 process.request("step")
             with process.memory() as saving:
                 process.request("save")
-            while len(rows) < rounds:
+            while len(rows) < plan.rounds:
                 rows.append(process.request("measure"))
     except HwrlError as exc:
         if not rows:

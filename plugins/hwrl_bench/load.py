@@ -15,6 +15,7 @@ from hwrl.interfaces import Capability
 from hwrl_bench.arguments import add_json, positive_float, positive_int
 from hwrl_bench.models import ModelShape
 from hwrl_bench.result import machine_line, provenance, report
+from hwrl_bench.ways import BenchPlan
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         directory, bare = Path(place) / "model", Path(place) / "configuration"
         bare.mkdir()
         nbytes = _write_model(directory, bare, nbytes=args.gib * (1 << 30))
-        ways = {}
-        for way in args.ways:
+
+        def measure(way: str) -> list[dict[str, Any]]:
             store = serve_store()
             arguments = (directory, bare if way == "first rank" else directory, store_address(store), args.ranks)
-            ways[way] = run_processes(load, args.ranks, *arguments, timeout_s=args.timeout)
+            return run_processes(load, args.ranks, *arguments, timeout_s=args.timeout)
+
+        ways = BenchPlan(tuple(args.ways), rounds=1).one_by_one(measure)
     result = {"benchmark": "load", "nbytes": nbytes, "ways": ways, **provenance("torch", "safetensors")}
     result["device"] = ways[args.ways[0]][0]["device"]
     report(result, _table(result), json_path=args.json)

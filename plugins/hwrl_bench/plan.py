@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl_bench.arguments import add_json, positive_float, positive_int
+from hwrl_bench.device import reset_peak
 from hwrl_bench.models import MODELS
 from hwrl_bench.result import provenance, report
+from hwrl_bench.ways import BenchPlan
 
 if TYPE_CHECKING:
     from hwrl import Backend
@@ -39,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     options = {"tokens": args.tokens, "length": args.length, "dtype": args.dtype}
     options |= {"activation_checkpointing": _SETTINGS[args.checkpointing], "compile": _SETTINGS[args.compile]}
-    rows = {name: run_processes(measure, 1, name, options, timeout_s=args.timeout)[0] for name in args.model}
+    rows = BenchPlan(tuple(args.model), rounds=1).one_by_one(
+        lambda name: run_processes(measure, 1, name, options, timeout_s=args.timeout)[0]
+    )
     result = {"benchmark": "plan", **options, "models": rows, **provenance("torch", "transformers")}
     report(result, table(result), json_path=args.json)
     return 0
@@ -86,7 +90,7 @@ def measure(rank: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
                 engine.train_batch(batch, loss=PolicyLoss())
 
         causes = fsdp_memory(settings, ranks=1, device_nbytes=backend.memory_info().total_nbytes)
-        measured = peak_nbytes(backend, steps)
+        measured = peak_of(backend, steps)
     return {
         "planned_nbytes": phase_nbytes(causes, "step"),
         "measured_nbytes": measured,
@@ -94,14 +98,12 @@ def measure(rank: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def peak_nbytes(backend: Backend, work: Callable[[], None]) -> int:
+def peak_of(backend: Backend, work: Callable[[], None]) -> int:
     """Do ``work``; return the most bytes of torch's tensors at a time, of those that it allocates."""
     import torch
 
     gc.collect()  # what would die during the work would count as less
-    reset = getattr(backend.device_module, "reset_peak_memory_stats", None)
-    if reset is not None:
-        reset()
+    if reset_peak(backend):
         before = backend.memory_info().allocated_nbytes
         work()
         return backend.memory_info().peak_nbytes - before

@@ -17,8 +17,9 @@ from typing import Any
 from hwrl_bench.arguments import add_json, positive_float, positive_int
 from hwrl_bench.models import MODELS
 from hwrl_bench.result import machine_line, provenance, unmeasured_lines, write
+from hwrl_bench.rollout_process import KINDS, VllmWay
 from hwrl_bench.train_rows import RaggedRows
-from hwrl_bench.ways import Way
+from hwrl_bench.ways import BenchPlan
 
 HELP = "generation by hwrl's engine on vLLM, against vLLM's own LLM.generate with the same requests"
 
@@ -36,13 +37,6 @@ _GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY
 _EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 _END_S = 10.0
 _STDERR = 2
-
-
-class VllmWay(Way):
-    """A way with vLLM."""
-
-    package = "vLLM"
-    module = "vllm"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +78,16 @@ def run(args: argparse.Namespace) -> int:
         result["versions"]["vllm"] = VllmWay.version()
     with tempfile.TemporaryDirectory(prefix="hwrl-bench-") as directory:
         MODELS[args.model].write(Path(directory))
-        for way in args.ways:
-            row = result["ways"][way] = _measure(way, workload_of(args, result["options"], Path(directory)), args)
+        workload = workload_of(args, result["options"], Path(directory))
+
+        def measure(way: str) -> None:
+            row = result["ways"][way] = _measure(way, workload, args)
             compare(result)
             print(_line(way, row), flush=True)
             if args.json is not None:
                 write(result, args.json)
+
+        BenchPlan(tuple(args.ways), args.rounds).one_by_one(measure)
     print(_table(result))
     return int(any("why_not" in row for row in result["ways"].values()))
 
@@ -111,7 +109,7 @@ def workload_of(args: argparse.Namespace, options: dict[str, Any], directory: Pa
 
 def _measure(way: str, workload: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of one way, or the reason why there are none."""
-    why_not = VllmWay.why_not() if WAYS[way]["kind"] != "embedded" else None
+    why_not = KINDS[WAYS[way]["kind"]].why_not()
     if why_not is not None:
         return {"why_not": why_not}
     directory = Path(workload["directory"])

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hwrl import get_backend
 from hwrl.discovery import engine_args, process_env
-from hwrl_bench.ways import one_line
+from hwrl_bench.device import device_name
+from hwrl_bench.ways import BenchPlan, Way, one_line
 
 if TYPE_CHECKING:
     from hwrl.interfaces import GenerationRequest, RolloutEngine, RolloutSettings
@@ -55,20 +56,23 @@ def _end_with_input() -> None:
 def measure(workload: dict[str, Any]) -> dict[str, Any]:
     """Generate all responses in each round, after a round of short ones; return tokens and seconds of each."""
     begin = time.perf_counter()
-    way = _KINDS[workload["kind"]](workload)
+    way = KINDS[workload["kind"]](workload)
     start_s = time.perf_counter() - begin
     lengths = workload["responses"]
-    way.generate([min(length, _WARM_UP_TOKENS) for length in lengths])
-    tokens, seconds = [], []
-    for _ in range(workload["rounds"]):
+    plan = BenchPlan((workload["kind"],), workload["rounds"], warm_up=1)
+
+    def generate(_: str, number: int) -> tuple[int, float]:
         begin = time.perf_counter()
-        tokens.append(way.generate(lengths))
-        seconds.append(time.perf_counter() - begin)
+        tokens = way.generate(lengths if number else [min(length, _WARM_UP_TOKENS) for length in lengths])
+        return tokens, time.perf_counter() - begin
+
+    (rows,) = plan.take_turns(generate).values()
     way.close()
-    return {"tokens": tokens, "seconds": seconds, "start_s": start_s, "device": _device_name()}
+    tokens, seconds = map(list, zip(*rows, strict=True))
+    return {"tokens": tokens, "seconds": seconds, "start_s": start_s, "device": device_name(get_backend())}
 
 
-class GenerationWay(ABC):
+class GenerationWay(Way, ABC):
     """A way to generate responses of given lengths to random prompts."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
@@ -81,12 +85,14 @@ class GenerationWay(ABC):
     def generate(self, lengths: Sequence[int]) -> int:
         """Generate a response of each length; return the number of generated tokens."""
 
-    def close(self) -> None:
-        """Release what the way holds."""
-        return
+
+class VllmWay(GenerationWay):
+    """A way with vLLM."""
+
+    package, module = "vLLM", "vllm"
 
 
-class LlmGeneration(GenerationWay):
+class LlmGeneration(VllmWay):
     """vLLM's ``LLM.generate``: its engine core in a process of its own, or, ``inline``, in this one."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
@@ -119,7 +125,7 @@ class LlmGeneration(GenerationWay):
 
 
 class EngineGeneration(GenerationWay):
-    """hwrl's engine on vLLM, submitted up to its capacity and stepped, with the weights of a random model."""
+    """An engine of hwrl, submitted up to its capacity and stepped, with the weights of a random model."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
         super().__init__(workload)
@@ -139,10 +145,9 @@ class EngineGeneration(GenerationWay):
         self._load_random_weights(Path(workload["directory"]), dtype)
         self._submitted = 0
 
+    @abstractmethod
     def _make(self, settings: RolloutSettings, options: dict[str, Any]) -> RolloutEngine:
-        from hwrl_vllm import VllmEngine
-
-        return VllmEngine(settings, options={**_NO_REUSE, **options}, backend=get_backend())
+        """Return the engine, without weights."""
 
     def _load_random_weights(self, directory: Path, dtype: Any) -> None:
         from hwrl.saved_names import saved_weights
@@ -170,8 +175,17 @@ class EngineGeneration(GenerationWay):
         ]
 
 
+class VllmGeneration(EngineGeneration, VllmWay):
+    """hwrl's engine on vLLM."""
+
+    def _make(self, settings: RolloutSettings, options: dict[str, Any]) -> RolloutEngine:
+        from hwrl_vllm import VllmEngine
+
+        return VllmEngine(settings, options={**_NO_REUSE, **options}, backend=get_backend())
+
+
 class EmbeddedGeneration(EngineGeneration):
-    """hwrl's engine on transformers, likewise."""
+    """hwrl's engine on transformers."""
 
     def _make(self, settings: RolloutSettings, options: dict[str, Any]) -> RolloutEngine:
         from hwrl.rollout import EmbeddedEngine
@@ -179,9 +193,9 @@ class EmbeddedGeneration(EngineGeneration):
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
 
 
-_KINDS: dict[str, type[GenerationWay]] = {
+KINDS: dict[str, type[GenerationWay]] = {
     "llm": LlmGeneration,
-    "vllm": EngineGeneration,
+    "vllm": VllmGeneration,
     "embedded": EmbeddedGeneration,
 }
 
@@ -196,12 +210,6 @@ def generate_all(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -
             waiting = waiting[room:]
         tokens += sum(len(done.response.token_ids) for done in engine.step())
     return tokens
-
-
-def _device_name() -> str:
-    backend = get_backend()
-    properties = getattr(backend.device_module, "get_device_properties", None)
-    return str(backend.device()) if properties is None else str(properties(backend.current_index()).name)
 
 
 if __name__ == "__main__":

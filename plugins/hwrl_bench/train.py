@@ -12,9 +12,9 @@ from typing import Any
 from hwrl_bench.arguments import add_json, positive_float, positive_int
 from hwrl_bench.models import MODELS
 from hwrl_bench.result import machine_line, provenance, unmeasured_lines, write
-from hwrl_bench.train_process import WAYS, TrainWay, TrainWorkload, default_tokens, measure
+from hwrl_bench.train_process import WAYS, TrainSetup, TrainWorkload, default_tokens, measure
 from hwrl_bench.train_rows import RaggedRows
-from hwrl_bench.ways import one_line
+from hwrl_bench.ways import BenchPlan, one_line
 
 HELP = "an optimizer step over rows of different lengths, against plain torch over rows of one length"
 
@@ -100,41 +100,44 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="hwrl-bench-") as directory:
         MODELS[args.model].write(Path(directory))
         workload = TrainWorkload(args.model, Path(directory), rows, args.dtype, args.new_lengths)
-        for way in ways_of(args):
-            row = result["ways"][way.title] = _measure(way, workload, args)
-            print(_line(way.title, row), flush=True)
+        setups = {setup.title: setup for setup in setups_of(args)}
+        plan = BenchPlan(tuple(setups), args.rounds, warm_up=1)
+
+        def measure_way(title: str) -> None:
+            row = result["ways"][title] = _measure(setups[title], workload, plan, args)
+            print(_line(title, row), flush=True)
             compare(result)
             if args.json is not None:
                 write(result, args.json)
+
+        plan.one_by_one(measure_way)
     print(_table(result))
     return int(any("why_not" in row for name, row in result["ways"].items() if name.startswith("hwrl@")))
 
 
-def ways_of(args: argparse.Namespace) -> list[TrainWay]:
+def setups_of(args: argparse.Namespace) -> list[TrainSetup]:
     """Return the ways to measure, in the order of the command: hwrl's once for each number of ranks."""
     wanted = [
-        TrainWay(name, tokens or args.micro_batch_tokens or default_tokens(name), 1) for name, tokens in args.ways
+        TrainSetup(name, tokens or args.micro_batch_tokens or default_tokens(name), 1) for name, tokens in args.ways
     ]
     return [
-        TrainWay(way.name, way.tokens, ranks)
+        TrainSetup(way.name, way.tokens, ranks)
         for way in wanted
         for ranks in (args.ranks if way.name.startswith("hwrl") else [1])
     ]
 
 
-def _measure(way: TrainWay, workload: TrainWorkload, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(setup: TrainSetup, workload: TrainWorkload, plan: BenchPlan, args: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of one way, or the reason why there are none."""
     from hwrl.comm import serve_store, store_address
     from hwrl.testing import run_processes
 
-    why_not = way.why_not()
+    why_not = setup.why_not()
     if why_not:
         return {"why_not": why_not}
     store = serve_store()
     try:
-        ranks = run_processes(
-            measure, way.ranks, store_address(store), way, workload, args.rounds, timeout_s=args.timeout
-        )
+        ranks = run_processes(measure, setup.ranks, store_address(store), setup, workload, plan, timeout_s=args.timeout)
     except Exception as exc:  # noqa: BLE001 - out of memory, or any error of a compiler: the row says how it failed
         return {"why_not": one_line(exc)}
     peak = args.peak_tflops * 1e12 if args.peak_tflops else ranks[0]["peak_flops"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl import Capability, get_backend
+from hwrl import get_backend
 from hwrl.interfaces import EngineSettings
+from hwrl_bench.device import device_name, peak_nbytes, reset_peak
 from hwrl_bench.models import MODELS, random_weights
 from hwrl_bench.train_rows import RaggedRows, even_rows, random_batch, step_flops
+from hwrl_bench.ways import BenchPlan, Way
 
 if TYPE_CHECKING:
-    import torch
-
     from hwrl import Backend
     from hwrl.comm import Group
     from hwrl.interfaces import Batch
@@ -63,8 +63,8 @@ class TrainWorkload:
 
 
 @dataclass(frozen=True)
-class TrainWay:
-    """A way with the most tokens of one pass, on ``ranks`` devices."""
+class TrainSetup:
+    """A way's name, with the most tokens of one pass, on ``ranks`` devices."""
 
     name: str
     tokens: int
@@ -96,8 +96,8 @@ def default_tokens(name: str) -> int:
     return 16384 if REFERENCE_WAYS[name]["checkpointing"] else 8192
 
 
-def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rounds: int) -> dict[str, Any]:
-    """Take a step to warm up and ``rounds`` more; return seconds, loss and memory of this rank."""
+def measure(rank: int, address: str, setup: TrainSetup, workload: TrainWorkload, plan: BenchPlan) -> dict[str, Any]:
+    """Take the steps of the plan, of which the first warms up; return seconds, loss and memory of this rank."""
     import torch
 
     from hwrl.discovery import process_env
@@ -105,14 +105,15 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
     backend = get_backend()
     os.environ |= process_env("trainer")  # read when the device is first used
     backend.set_device(rank % max(1, backend.device_count()))
-    group = _join(rank, way.ranks, address, backend)
+    group = _join(rank, setup.ranks, address, backend)
     begin = time.perf_counter()
-    step, lengths_of = _make(way, workload, backend, group)
+    way = (ReferenceWay if setup.name in REFERENCE_WAYS else EngineWay)(setup, workload, backend, group)
     made_s = time.perf_counter() - begin
-    _reset_peak(backend)
-    lengths = [lengths_of(number if workload.new_lengths else 0) for number in range(1 + rounds)]
-    timed = [_timed(backend, step, each, workload, seed=rank // way.context_parallel) for each in lengths]
-    shape, prompt, sharing = MODELS[workload.model], workload.rows.prompt, way.context_parallel
+    reset_peak(backend)
+    numbers = range(plan.warm_up + plan.rounds)
+    lengths = [way.lengths(number if workload.new_lengths else 0) for number in numbers]
+    timed = [_timed(backend, way, each, workload, seed=rank // setup.context_parallel) for each in lengths]
+    shape, prompt, sharing = MODELS[workload.model], workload.rows.prompt, setup.context_parallel
     row = {
         "make_s": made_s,
         "warm_up_s": timed[0][0],
@@ -122,9 +123,9 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
         "loss": timed[-1][1]["loss"],
         "metrics": timed[-1][1],
         "recompilations": sum(metrics.get("recompilations", 0.0) for _, metrics in timed[1:]),
-        "peak_nbytes": _peak_nbytes(backend),
+        "peak_nbytes": peak_nbytes(backend),
         "peak_flops": backend.peak_flops(getattr(torch, workload.dtype)),
-        "device": _device_name(backend),
+        "device": device_name(backend),
     }
     if group is not None:
         group.close()
@@ -139,81 +140,80 @@ def _join(rank: int, ranks: int, address: str, backend: Backend) -> Group | None
     return Comm(backend).init_default(store=connect_store(address), rank=rank, size=ranks, timeout_s=300.0)
 
 
-def _make(
-    way: TrainWay, workload: TrainWorkload, backend: Backend, group: Group | None
-) -> tuple[Callable[[Batch], dict[str, float]], Callable[[int], list[int]]]:
-    """Return the way's step, and a function from a seed to the length of each response in a batch."""
-    import torch
+class TrainWay(Way, ABC):
+    """A way to take optimizer steps. The constructor makes the model, with random weights."""
 
-    dtype, rows = getattr(torch, workload.dtype), workload.rows
-    if way.name in REFERENCE_WAYS:
+    @abstractmethod
+    def train_batch(self, batch: Batch) -> dict[str, float]:
+        """Take a step on ``batch``; return its metrics."""
+
+    @abstractmethod
+    def lengths(self, seed: int) -> list[int]:
+        """Return the length of each response of a batch."""
+
+
+class EngineWay(TrainWay):
+    """hwrl's engine on ragged rows, other ones for each seed."""
+
+    def __init__(self, setup: TrainSetup, workload: TrainWorkload, backend: Backend, group: Group | None) -> None:
+        import torch
+
+        from hwrl.train import FsdpEngine, PolicyLoss
+
+        settings = EngineSettings(
+            model_directory=workload.directory,
+            learning_rate=_LEARNING_RATE,
+            total_steps=1000,
+            micro_batch_tokens=setup.tokens,
+            dtype=getattr(torch, workload.dtype),
+            context_parallel=setup.context_parallel,
+            **ENGINE_WAYS[setup.name],
+        )
+        with random_weights(backend, on_host=group is not None):  # one rank keeps the whole model on its device anyway
+            self._engine = FsdpEngine(settings, backend=backend, group=group)
+        self._rows, self._loss = workload.rows, PolicyLoss()
+
+    def train_batch(self, batch: Batch) -> dict[str, float]:
+        return self._engine.train_batch(batch, loss=self._loss)
+
+    def lengths(self, seed: int) -> list[int]:
+        return self._rows.responses(seed)
+
+
+class ReferenceWay(TrainWay):
+    """Plain torch on even rows, the same for each seed."""
+
+    def __init__(self, setup: TrainSetup, workload: TrainWorkload, backend: Backend, group: Group | None) -> None:
+        import torch
+
         from hwrl_bench.train_references import ReferenceTraining
 
-        length = min(REFERENCE_LENGTH.get(workload.model, 2048), way.tokens)
-        reference = ReferenceTraining(
+        length = min(REFERENCE_LENGTH.get(workload.model, 2048), setup.tokens)
+        self._training = ReferenceTraining(
             workload.directory,
-            dtype=dtype,
+            dtype=getattr(torch, workload.dtype),
             device=backend.device(),
-            pass_tokens=way.tokens,
+            pass_tokens=setup.tokens,
             learning_rate=_LEARNING_RATE,
-            **REFERENCE_WAYS[way.name],
+            **REFERENCE_WAYS[setup.name],
         )
-        even = even_rows(rows, length=length, multiple=way.tokens // length)
-        return reference.train_batch, lambda _: even
-    return make_engine_step(way, workload.directory, dtype, backend, group), rows.responses
+        self._lengths = even_rows(workload.rows, length=length, multiple=setup.tokens // length)
 
+    def train_batch(self, batch: Batch) -> dict[str, float]:
+        return self._training.train_batch(batch)
 
-def make_engine_step(
-    way: TrainWay, directory: Path, dtype: torch.dtype, backend: Backend, group: Group | None
-) -> Callable[[Batch], dict[str, float]]:
-    """Return the step of hwrl's engine, with random weights."""
-    from hwrl.train import FsdpEngine, PolicyLoss
-
-    settings = EngineSettings(
-        model_directory=directory,
-        learning_rate=_LEARNING_RATE,
-        total_steps=1000,
-        micro_batch_tokens=way.tokens,
-        dtype=dtype,
-        context_parallel=way.context_parallel,
-        **ENGINE_WAYS[way.name],
-    )
-    with random_weights(backend, on_host=group is not None):  # one rank keeps the whole model on its device anyway
-        engine = FsdpEngine(settings, backend=backend, group=group)
-    loss = PolicyLoss()
-    return lambda batch: engine.train_batch(batch, loss=loss)
+    def lengths(self, seed: int) -> list[int]:
+        return self._lengths
 
 
 def _timed(
-    backend: Backend,
-    step: Callable[[Batch], dict[str, float]],
-    lengths: list[int],
-    workload: TrainWorkload,
-    *,
-    seed: int,
+    backend: Backend, way: TrainWay, lengths: list[int], workload: TrainWorkload, *, seed: int
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step on random rows of these lengths, and its metrics."""
     vocabulary = MODELS[workload.model].vocab_size
     batch = random_batch(lengths, prompt=workload.rows.prompt, vocabulary=vocabulary, seed=seed)
     backend.synchronize()
     begin = time.perf_counter()
-    metrics = step(batch)
+    metrics = way.train_batch(batch)
     backend.synchronize()
     return time.perf_counter() - begin, metrics
-
-
-def _reset_peak(backend: Backend) -> None:
-    """Forget the most memory in use until now, where torch can: a loader may have held more than a step does."""
-    reset = getattr(backend.device_module, "reset_peak_memory_stats", None)
-    if reset is not None:
-        reset()
-
-
-def _peak_nbytes(backend: Backend) -> int | None:
-    usable = backend.supports(Capability.MEMORY_STATS).usable
-    return backend.memory_info().peak_nbytes if usable else None
-
-
-def _device_name(backend: Backend) -> str:
-    properties = getattr(backend.device_module, "get_device_properties", None)
-    return str(backend.device()) if properties is None else str(properties(backend.current_index()).name)

@@ -24,6 +24,13 @@ class BenchPlan:
     rounds: int
     warm_up: int = 0
 
+    def one_by_one(self, measure: Callable[[str], _MeasuredT]) -> dict[str, _MeasuredT]:
+        """Call ``measure(way)`` for each way, for all of its rounds at once; return the results, by way.
+
+        For ways in processes of their own: each needs the whole device, or memory that no other has used.
+        """
+        return {way: measure(way) for way in self.ways}
+
     def take_turns(self, measure: Callable[[str, int], _MeasuredT]) -> dict[str, list[_MeasuredT]]:
         """Call ``measure(way, number)`` for each way in each round; return the results of the counted rounds, by way.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hwrl_bench.arguments import add_json, positive_float, positive_int
+from hwrl_bench.payloads import DESCRIPTIONS, MIXTURES
 from hwrl_bench.result import machine_line, provenance, report, unmeasured_lines
 from hwrl_bench.ways import BenchPlan, TransferResult, TransferWay, one_line
 from hwrl_bench.weights_peers import PEERS
@@ -19,7 +20,7 @@ from hwrl_bench.worker import BenchWorker
 
 HELP = "weight transfer against raw broadcasts of the same bytes, on this machine"
 
-_MODELS = ("8b", "awkward", "moe", "30b-a3b", "tiny-mixture")
+_MODELS = (*DESCRIPTIONS, *MIXTURES)
 _WARM_UP = 2
 _SMALL_ROUNDS = 60
 

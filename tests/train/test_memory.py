@@ -17,7 +17,7 @@ from hwrl.lora import described_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import CriticEngine, FsdpEngine, PolicyLoss, add_in_turns, fsdp_memory, reference_memory
 from hwrl.train.pass_memory import PassMemory, measure_pass
-from hwrl_bench.plan import peak_nbytes
+from hwrl_bench.plan import peak_of
 from tests.support.fsdp_training import join
 from tests.support.roomy import Roomy
 
@@ -73,7 +73,7 @@ def measured_step(settings: EngineSettings, backend: Backend, group: Any) -> int
             engine.train_batch(batch(), loss=PolicyLoss("ppo_clip"))
         engine.close()
 
-    return peak_nbytes(backend, two_steps)
+    return peak_of(backend, two_steps)
 
 
 def planned_step(settings: EngineSettings, *, ranks: int, device_nbytes: int = 1 << 40) -> int:
@@ -121,7 +121,7 @@ def test_the_plan_of_a_critic_is_within_a_tenth_of_the_peak(directory: Path, dty
             critic.fit(critic.estimate(rows, rows.mask.float())[0])
 
     planned = phase_nbytes(fsdp_memory(settings, ranks=1, device_nbytes=1 << 40, critic=True), "step")
-    assert close(planned, measured := peak_nbytes(backend, two_steps)), (planned, measured)
+    assert close(planned, measured := peak_of(backend, two_steps)), (planned, measured)
     assert planned < planned_step(settings, ranks=1), "no logits"
 
 

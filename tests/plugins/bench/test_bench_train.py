@@ -11,9 +11,10 @@ from hwrl import get_backend
 from hwrl.cli import main
 from hwrl_bench.models import MODELS, ModelShape
 from hwrl_bench.train import summarize
-from hwrl_bench.train_process import ENGINE_WAYS, TrainWay, TrainWorkload, make_engine_step, measure
+from hwrl_bench.train_process import ENGINE_WAYS, EngineWay, TrainSetup, TrainWorkload, measure
 from hwrl_bench.train_references import ReferenceTraining
 from hwrl_bench.train_rows import RaggedRows, even_rows, random_batch, step_flops
+from hwrl_bench.ways import BenchPlan
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(128, 148_104), (96, 116_302)])
@@ -60,7 +61,8 @@ def test_the_reference_and_hwrl_agree_on_loss_and_gradients(tmp_path: Path, chec
     MODELS["tiny"].write(tmp_path)
     backend, dtype = get_backend(), torch.float32
     batch = random_batch([20] * 6, prompt=5, vocabulary=512)
-    engine = make_engine_step(TrainWay("hwrl", 64, 1), tmp_path, dtype, backend, None)
+    workload = TrainWorkload("tiny", tmp_path, RaggedRows(6), "float32")
+    engine = EngineWay(TrainSetup("hwrl", 64, 1), workload, backend, None)
     reference = ReferenceTraining(
         tmp_path,
         dtype=dtype,
@@ -71,7 +73,7 @@ def test_the_reference_and_hwrl_agree_on_loss_and_gradients(tmp_path: Path, chec
         checkpointing=checkpointing,
     )
     for _ in range(2):  # the second step starts from the first one's weights
-        expected, found = engine(batch), reference.train_batch(batch)
+        expected, found = engine.train_batch(batch), reference.train_batch(batch)
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
 
@@ -126,7 +128,7 @@ def test_each_step_may_have_rows_of_new_lengths(tmp_path: Path) -> None:
     MODELS["tiny"].write(tmp_path)
     rows = RaggedRows(3, 24, 128, 16)
     workload = TrainWorkload("tiny", tmp_path, rows, "float32", new_lengths=True)
-    row = measure(0, "", TrainWay("hwrl", 256, 1), workload, 2)
+    row = measure(0, "", TrainSetup("hwrl", 256, 1), workload, BenchPlan(("hwrl",), rounds=2, warm_up=1))
     assert row["tokens"] == [sum(rows.responses(seed)) + 3 * 16 for seed in (1, 2)]
     assert len(set(row["tokens"])) == 2
 

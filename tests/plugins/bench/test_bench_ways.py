@@ -29,6 +29,11 @@ def test_the_ways_take_turns_and_warm_up_rounds_do_not_count() -> None:
     assert rows == {"a": [1, 2], "b": [1, 2]}
 
 
+def test_ways_of_their_own_processes_are_measured_one_by_one_in_the_order_of_the_plan() -> None:
+    calls: list[str] = []
+    assert BenchPlan(("b", "a"), rounds=2).one_by_one(calls.append) == {"b": None, "a": None} and calls == ["b", "a"]
+
+
 def test_a_way_without_its_package_says_so() -> None:
     assert Missing.why_not() == "some-package is not installed"
     assert Way.why_not() is None, "hwrl and torch are there"
