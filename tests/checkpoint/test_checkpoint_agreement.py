@@ -74,6 +74,25 @@ def test_the_leader_ends_after_the_others_know_the_decision() -> None:
     assert leader_s > other_s > 0
 
 
+def _fail_among_some(group: Group, what: str) -> str:
+    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
+    some = agreement.among([1, 2], name="some") if group.rank else None
+    try:
+        with agreement.vote():
+            if some is not None:
+                with some.vote():
+                    if group.rank == 2:
+                        raise CheckpointError(what)
+    except CheckpointError as error:
+        return error.what
+    return ""
+
+
+def test_an_error_from_a_round_of_some_ranks_names_the_rank_where_it_happened_once() -> None:
+    texts = on_ranks(_fail_among_some, 3, "rank files are missing")
+    assert texts == ["rank 2: rank files are missing"] * 2 + ["rank files are missing"]
+
+
 # -- values of any size -----------------------------------------------------------------------------------------
 
 

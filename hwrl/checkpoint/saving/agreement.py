@@ -341,14 +341,16 @@ def _encode(message: Message) -> str:
 
 
 def _encode_error(error: Exception, *, rank: int | None = None) -> str:
-    """Return ``error`` as JSON. With ``rank``, the text names the rank where it happened."""
+    """Return ``error`` as JSON. With ``rank``, the text names the rank where it happened: this one, or another."""
     if isinstance(error, HwrlError):
         name, what, why, fix = type(error).__name__, error.what, error.why, error.fix
     else:
         name, what, why, fix = "CheckpointError", f"{type(error).__name__}: {error}", "", ""
-    if rank is not None and not what.startswith("rank "):  # an error from a round of some ranks names its rank already
+    if isinstance(error.__cause__, _OtherRankError):  # from a round of some ranks: the text names that rank already
+        rank = error.__cause__.rank
+    elif rank is not None:
         what = f"rank {rank}: {what}"
-    return json.dumps({"error": [name, what, why, fix]})
+    return json.dumps({"error": [name, what, why, fix], "rank": rank})
 
 
 def _decode(text: str) -> dict[str, Any]:
@@ -359,4 +361,15 @@ def _decode(text: str) -> dict[str, Any]:
         return fields
     name, what, why, fix = content["error"]
     kind: type[HwrlError] = getattr(errors, name, CheckpointError)
-    raise kind(what, why=why, fix=fix)
+    error = kind(what, why=why, fix=fix)
+    if content["rank"] is None:
+        raise error
+    raise error from _OtherRankError(content["rank"])
+
+
+class _OtherRankError(Exception):
+    """The cause of an error that happened on another rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"on rank {rank}")
+        self.rank = rank

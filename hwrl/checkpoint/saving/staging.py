@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 
@@ -40,7 +41,6 @@ class StagingMemory:
             backend.require(Capability.MEMORY_STATS, needed_for="stage a save on the device")
         self._backend, self._tuning, self._on_device = backend, tuning, on_device
         self._pool = PinnedPool(backend)
-        self._room = _DeviceRoom(backend)
         self._host_places: dict[PartKey, torch.Tensor] = {}
         self.buffers = ReadBuffers(backend, self._pool)
 
@@ -71,7 +71,6 @@ class StagingMemory:
         if not self._fits(to_host):
             self._lay_out(to_host)
         stream = self._backend.stream()
-        self._room.stream = stream
         stream.wait_stream(self._backend.current_stream())
         try:
             with stream:
@@ -83,7 +82,8 @@ class StagingMemory:
 
     def note_copies_freed(self) -> None:
         """Tell the estimator that the caller has dropped all device copies. May be called again."""
-        self._room.note_copies_freed()
+        if self._on_device:
+            self._room.note_copies_freed()
 
     def close(self) -> None:
         """Free the host memory."""
@@ -92,6 +92,10 @@ class StagingMemory:
         self._pool.close()
 
     # -- on the device ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _room(self) -> _DeviceRoom:
+        return _DeviceRoom(self._backend, self._backend.stream())
 
     def _clone(self, tensors: PartTensors) -> dict[PartKey, torch.Tensor]:
         """Return copies on the device, of as many tensors as fit."""
@@ -104,7 +108,7 @@ class StagingMemory:
             if slab is not None:
                 room_nbytes -= slab.nbytes
                 clones |= _lay(slab, dict(batch))
-        self._room.copies_nbytes = sum(tensor.nbytes for tensor in clones.values())
+        self._room.note_copies(sum(tensor.nbytes for tensor in clones.values()))
         if clones:
             torch._foreach_copy_(list(clones.values()), [tensors[key] for key in clones])  # one kernel for many
         missing = sum(tensor.nbytes for key, tensor in candidates if key not in clones)
@@ -138,15 +142,12 @@ class _DeviceRoom:
     """How much device memory the process has never needed for anything but copies of a state.
 
     It is an estimate: the peak of a step beside a save includes copies, and some of them may have been freed by then.
+    Entering ``stream``, one of the device, makes the device a thread's current one.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._peak_nbytes = self._needed_nbytes = 0
-        self.copies_nbytes = 0
-        """The bytes of the copies on the device now."""
-        self.stream: StreamLike | None = None
-        """A stream of the device, once there was a copy: entering it makes the device a thread's current one."""
+    def __init__(self, backend: Backend, stream: StreamLike) -> None:
+        self._backend, self._stream = backend, stream
+        self._peak_nbytes = self._needed_nbytes = self._copies_nbytes = 0
 
     def measure(self) -> int:
         """Return the bytes still free at the process's peak. No copy is on the device now."""
@@ -154,11 +155,15 @@ class _DeviceRoom:
         info = self._backend.memory_info()
         return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
 
+    def note_copies(self, nbytes: int) -> None:
+        """Note that copies of ``nbytes`` are on the device from now on."""
+        self._copies_nbytes = nbytes
+
     def note_copies_freed(self) -> None:
         """Note the peak with the copies; none is on the device now. May be called from any thread, and again."""
-        copies_nbytes, self.copies_nbytes = self.copies_nbytes, 0
-        if copies_nbytes and self.stream is not None:
-            with self.stream:
+        copies_nbytes, self._copies_nbytes = self._copies_nbytes, 0
+        if copies_nbytes:
+            with self._stream:
                 self._note_peak(copies_nbytes=copies_nbytes)
 
     def _note_peak(self, *, copies_nbytes: int) -> None:
