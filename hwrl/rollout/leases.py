@@ -31,10 +31,6 @@ class LedgerClient(Protocol):
         ...
 
 
-_REPORT_S = 1.0
-"""The time between two reports of progress."""
-
-
 class LeaseQueue:
     """Leases that wait until the engine has their weights. At most one request to the ledger is open."""
 
@@ -76,15 +72,15 @@ class LeaseQueue:
 
 
 class ProgressReports:
-    """Reports to the ledger, about once a second, the leases with progress. Without progress a replica counts as hung.
+    """Reports the leases with progress to the ledger every ``interval_s``. Without progress a replica counts as hung.
 
     The loop of the rollouter sends the reports, so a loop that hangs sends none. Leases in generation, and those that
     wait for it, have progress while the generator has (:meth:`~hwrl.rollout.generation.SampleGenerator.has_progress`).
     A lease at the reward has it always, because the calls have a time limit of their own.
     """
 
-    def __init__(self, ledger: LedgerClient) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: LedgerClient, *, interval_s: float = 1.0) -> None:
+        self._ledger, self._interval_s = ledger, interval_s
         self._due_s = 0.0
         self.generated = False
         """Whether the generator has made a step since the last report."""
@@ -96,6 +92,6 @@ class ProgressReports:
 
     def send(self, leases: Sequence[PromptLease]) -> None:
         """Report progress on ``leases``."""
-        self.generated, self._due_s = False, time.monotonic() + _REPORT_S
+        self.generated, self._due_s = False, time.monotonic() + self._interval_s
         if leases:
             self._ledger.renew(leases)

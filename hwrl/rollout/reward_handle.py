@@ -22,9 +22,6 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import RewardColumns, Scores, short_repr
 from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
 
-_PIPE_S = 10.0
-"""How long a live worker may take to move one frame; it moves at memory speed."""
-
 
 @dataclass(eq=False)
 class ScoringJob:
@@ -53,10 +50,11 @@ class ScoringJob:
 class RewardProcess:
     """One worker process. It has one job at a time; with an async function up to ``capacity`` calls of jobs.
 
-    Raises OSError if it cannot start.
+    Raises OSError if it cannot start, or does not take its first frame within ``frame_timeout_s``.
     """
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, *, frame_timeout_s: float) -> None:
+        self._frame_timeout_s = frame_timeout_s
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self.connection, their_connection = socket.socketpair()
             ours.callback(self.connection.close)
@@ -66,7 +64,7 @@ class RewardProcess:
             theirs.callback(os.close, calls_end)
             self._process = _start_process(their_connection.fileno(), calls_end)
             self._close = ours.pop_all().close
-        self.connection.settimeout(_PIPE_S)
+        self.connection.settimeout(frame_timeout_s)
         os.set_blocking(self._calls_pipe, False)
         self.is_loading = True
         self.columns = RewardColumns()
@@ -182,7 +180,7 @@ class RewardProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PIPE_S)
+            self._process.wait(self._frame_timeout_s)
         self.read_calls()
         self._close()
         return _describe(self._process.returncode)

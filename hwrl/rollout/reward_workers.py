@@ -30,10 +30,6 @@ _EXIT_S = 1.0
 """How long a process may take to end after it closed its socket."""
 _TICK_S = 1.0
 """How often the notes of running calls are read at least, so that their pipe never fills up."""
-_LOAD_S = 60.0
-"""How long a process may take to load the function, unless a call may take longer."""
-_RETRY_S = 30.0
-"""After a failed start the other workers go on alone for so long."""
 _SENDS = 2
 """Attempts to send one job: a worker may die while it is idle, but hardly a second one."""
 
@@ -69,8 +65,9 @@ class RewardWorkers:
     longer than ``timeout_s``, its process is killed with all that it started, and the prompt has failed at once; a call
     of an async function is cancelled first, and its process lives on if the call ends. The prompt also fails if the
     process dies, or sends an answer to another prompt. Other prompts in the process are scored again. A later prompt
-    starts a new process. A process must load the function within ``timeout_s`` too, or within 60 s if that is longer;
-    else its start has failed. All processes end with :meth:`close`, and with this process.
+    starts a new process. A process must load the function within ``load_timeout_s``, or within ``timeout_s`` if that is
+    longer, and take or send a frame within ``frame_timeout_s`` (it moves at memory speed); else its start has failed.
+    The others then go on alone for ``retry_s``. All processes end with :meth:`close`, and with this process.
     """
 
     def __init__(
@@ -84,14 +81,18 @@ class RewardWorkers:
         timeout_s: float = 300.0,
         batch: bool = False,
         concurrency: int = 64,
+        load_timeout_s: float = 60.0,
+        frame_timeout_s: float = 10.0,
+        retry_s: float = 30.0,
     ) -> None:
         self._settings = RewardSettings(function, source, attempts, batch, concurrency, timeout_s)
         self._decode, self._limit, self._timeout_s = decode, workers, timeout_s
         self._jobs: deque[ScoringJob] = deque()
         self._workers: list[RewardProcess] = []
         self._numbers = itertools.count(LOADED + 1)
-        self._load_limit_s = max(timeout_s, _LOAD_S)
-        self._retry_s = -math.inf  # of time.monotonic; no further worker starts before
+        self._load_limit_s = max(timeout_s, load_timeout_s)
+        self._frame_timeout_s, self._retry_s = frame_timeout_s, retry_s
+        self._next_start_s = -math.inf  # of time.monotonic; no further worker starts before
         self._loaded: Future[None] = Future()
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -201,11 +202,11 @@ class RewardWorkers:
             return 0.0
         if len(self._workers) >= self._limit or any(worker.is_loading for worker in self._workers):
             return math.inf
-        return max(self._jobs[0].queued_s + _BACKLOG_S, self._retry_s) - time.monotonic()
+        return max(self._jobs[0].queued_s + _BACKLOG_S, self._next_start_s) - time.monotonic()
 
     def _start_worker(self) -> None:
         try:
-            worker = RewardProcess(self._settings)
+            worker = RewardProcess(self._settings, frame_timeout_s=self._frame_timeout_s)
         except OSError as exc:
             self._note_failed_start(
                 DataError("no reward worker can start", why=str(exc), fix="free memory or processes")
@@ -217,7 +218,7 @@ class RewardWorkers:
     def _note_failed_start(self, error: DataError) -> None:
         """Go on with the other workers for a while. If there is none, the oldest job has failed."""
         if self._workers:
-            self._retry_s = time.monotonic() + _RETRY_S
+            self._next_start_s = time.monotonic() + self._retry_s
             _log.warning("%d reward workers go on: %s: %s", len(self._workers), error.what, error.why)
             return
         if not self._loaded.done():

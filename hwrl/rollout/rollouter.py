@@ -64,7 +64,8 @@ class Rollouter:
 
     A prompt starts when the engine has the weights that its lease asks for. Weights of a new incarnation of the trainer
     end all unfinished work: leased prompts are dropped, an evaluation starts again. ``rewards`` scores finished
-    groups, and ``generator`` makes them on ``engine`` (default: single turns); :meth:`run` closes both.
+    groups, and ``generator`` makes them on ``engine`` (default: single turns); :meth:`run` closes both. Progress on the
+    leases is reported to the ledger every ``report_interval_s``.
 
     One thread calls ``step``, ``run`` and ``stats``; any thread may call ``evaluate``, ``leave`` and ``step_s``.
     """
@@ -79,12 +80,13 @@ class Rollouter:
         rewards: Scorer,
         settings: LoopSettings,
         generator: SampleGenerator | None = None,
+        report_interval_s: float = 1.0,
     ) -> None:
         self.engine = engine
         self._weights, self._ledger, self._prompts, self._rewards = weights, ledger, prompts, rewards
         self._settings = settings
         self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
-        self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger)
+        self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger, interval_s=report_interval_s)
         self._evaluator = Evaluator(
             rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
         )

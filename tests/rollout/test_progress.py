@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hwrl.interfaces import Sampling, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, PromptLease, Workflow, WorkflowGenerator, WorkflowSettings, leases
+from hwrl.rollout import PolicyClient, Prompt, PromptLease, Workflow, WorkflowGenerator, WorkflowSettings
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, steps
 
 
@@ -22,12 +22,11 @@ def tool() -> Iterator[threading.Event]:
     ended.set()
 
 
-def test_the_leases_with_progress_are_reported_in_the_engine_in_the_queue_and_at_the_reward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leases, "_REPORT_S", 0.0)
+def test_the_leases_with_progress_are_reported_in_the_engine_in_the_queue_and_at_the_reward() -> None:
     scored, desk, updater = threading.Event(), Desk([0, 8]), Updater()
-    rollouter = rollouter_of(desk, updater=updater, partial=False, reward=lambda *_: float(scored.wait(10)))
+    rollouter = rollouter_of(
+        desk, updater=updater, partial=False, reward=lambda *_: float(scored.wait(10)), report_interval_s=0.0
+    )
     steps(rollouter, 3)
     assert desk.renewed[-1] == [0, 8], "0 waits for its reward, 8 is in the engine"
     desk.numbers, updater.offered = [2], [7]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle, reward_workers
+from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle
 from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 from tests.support.started_rewards import FUNCTIONS, Start, responses_of
@@ -151,9 +151,8 @@ def test_long_errors_and_responses_are_shortened(start: Start) -> None:
 
 
 def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_no_other(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reward_workers, "_LOAD_S", 4.0)
     path = tmp_path / "reward.py"
     path.write_text(
         "import os, time\nfrom pathlib import Path\n\n"
@@ -162,7 +161,7 @@ def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_
         "time.sleep(1e6 if number == 2 else 0)\n\n"
         "def f(prompt, response, answer):\n    return 1.0 if answer is None else os._exit(3)\n"
     )
-    workers = start(f"{path}:f", workers=1, timeout_s=0.5)
+    workers = start(f"{path}:f", workers=1, timeout_s=0.5, load_timeout_s=4.0)
     workers.wait_until_ready()
     assert "status 3" in str(score(workers, "end").result(60).failure)
     hanging, next_one = score(workers), score(workers, lengths=[1])
@@ -190,9 +189,8 @@ def test_a_process_that_does_not_take_its_first_frame_has_failed_to_start(
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(reward_handle, "_PIPE_S", 0.2)
     with pytest.raises(DataError, match="no reward worker can start"):
-        start(f"{tmp_path}/reward.py:f", source=b"#" * (8 << 20)).wait_until_ready()
+        start(f"{tmp_path}/reward.py:f", source=b"#" * (8 << 20), frame_timeout_s=0.2).wait_until_ready()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no luck"), OSError("no luck")])
@@ -211,10 +209,7 @@ def test_an_error_of_the_first_start_is_told_and_leaves_nothing_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_after_a_failed_start_another_one_is_tried_later(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reward_workers, "_RETRY_S", 0.5)
+def test_after_a_failed_start_another_one_is_tried_later(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
         "import os, time\nfrom pathlib import Path\n\n"
@@ -223,7 +218,7 @@ def test_after_a_failed_start_another_one_is_tried_later(
         "assert number != 2\n\n"
         "def f(prompt, response, answer):\n    time.sleep(0.3)\n    return {'reward': 1.0, 'pid': os.getpid()}\n"
     )
-    workers = start(f"{path}:f", workers=2)
+    workers = start(f"{path}:f", workers=2, retry_s=0.5)
     workers.wait_until_ready()
     scores = [future.result(60) for future in [score(workers, lengths=[1]) for _ in range(12)]]
     assert len({one.metrics[0]["pid"] for one in scores}) == 2

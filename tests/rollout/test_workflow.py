@@ -190,11 +190,11 @@ def test_a_run_that_raises_no_exception_has_failed_too(make: Make, workflow: Wor
 
 
 def test_a_dropped_run_does_not_begin_again(make: Make) -> None:
-    begun: list[int] = []
+    begun: list[asyncio.AbstractEventLoop] = []
     ended: list[int] = []
 
     async def fails_at_its_end(client: PolicyClient, prompt: Prompt) -> Trajectory:
-        begun.append(1)
+        begun.append(asyncio.get_running_loop())
         try:
             await asyncio.sleep(1e6)
         finally:
@@ -211,7 +211,7 @@ def test_a_dropped_run_does_not_begin_again(make: Make) -> None:
     while len(ended) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), generator._loop).result()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), begun[0]).result()
     assert len(begun) == 2 and generator.failed_runs == 0
 
 
@@ -345,14 +345,15 @@ def test_dropped_work_never_comes_back(make: Make) -> None:
             ended.append("cancelled")
             raise
 
-    generator = make(watched)
+    engine = CountingEngine()
+    generator = make(watched, engine=engine)
     start(generator, 5)
     deadline_s = time.monotonic() + 20.0
-    while not generator._engine.pending():
+    while not engine.pending():
         assert time.monotonic() < deadline_s
         generator.step()
     generator.drop()
-    assert not generator.pending() and not generator._engine.pending()
+    assert not generator.pending() and not engine.pending()
     group = start(generator)
     assert step_to_the_end(generator) == [group] and ended == ["cancelled"] * 2
 
@@ -374,8 +375,7 @@ def test_rewards_of_some_trajectories_only_fail_the_group(make: Make) -> None:
     assert "1 of 2 trajectories" in str(group.result().failure)
 
 
-def rollouter_of(workflow: Workflow, desk: Desk, updater: Updater, *, partial: bool = True) -> Rollouter:
-    settings = WorkflowSettings(group_size=2, max_samples=8, max_length=30, vocabulary=100, timeout_s=5.0, attempts=1)
+def rollouter_of(generator: WorkflowGenerator, desk: Desk, updater: Updater, *, partial: bool = True) -> Rollouter:
     return Rollouter(
         updater.engine,
         ledger=desk,
@@ -383,37 +383,36 @@ def rollouter_of(workflow: Workflow, desk: Desk, updater: Updater, *, partial: b
         rewards=InlineScorer(lambda *_: 0.0),
         weights=updater,
         settings=LoopSettings(sampling=Sampling(10), group_size=2, partial_rollout=partial),
-        generator=WorkflowGenerator(updater.engine, workflow, tokenizer=None, settings=settings),
+        generator=generator,
     )
 
 
-def test_a_rollouter_hands_in_trajectories_and_reports_failures() -> None:
+def test_a_rollouter_hands_in_trajectories_and_reports_failures(make: Make) -> None:
     async def mostly(client: PolicyClient, prompt: Prompt) -> Trajectory:
         if prompt.answer == 2:
             raise ValueError("no such tool")
         return await two_turns(client, prompt)
 
     desk, updater = Desk([0, 1, 2, 3]), Updater()
-    rollouter = rollouter_of(mostly, desk, updater)
+    rollouter = rollouter_of(make(mostly, engine=updater.engine, attempts=1), desk, updater)
     step_until(rollouter, lambda: len(desk.groups) == 3 and bool(desk.failed))
     assert sorted(group.sequence_number for group in desk.groups) == [0, 1, 3]
     assert desk.failed[0][0] == 2 and "no such tool" in desk.failed[0][1]
     (group, *_) = sorted(desk.groups, key=lambda group: group.sequence_number)
     assert group.loss_mask.tolist() == [True, False, False, True] * 2 and group.metrics["turns"] == 2.0
-    rollouter._generator.close()
 
 
-def test_without_partial_rollout_weights_wait_for_whole_trajectories() -> None:
+def test_without_partial_rollout_weights_wait_for_whole_trajectories(make: Make) -> None:
     desk, updater = Desk([3, 4]), Updater()
-    rollouter = rollouter_of(two_turns, desk, updater, partial=False)
-    step_until(rollouter, lambda: rollouter._generator.pending() > 0)
+    generator = make(two_turns, engine=updater.engine, max_length=30)
+    rollouter = rollouter_of(generator, desk, updater, partial=False)
+    step_until(rollouter, lambda: generator.pending() > 0)
     updater.offered.append(1)
     step_until(rollouter, lambda: len(desk.groups) == 2 and updater.engine.version == 1)
     assert all(set(group.versions[group.loss_mask]) == {0} for group in desk.groups)
-    rollouter._generator.close()
 
 
-def test_weights_may_change_between_and_within_turns() -> None:
+def test_weights_may_change_between_and_within_turns(make: Make) -> None:
     desk, updater = Desk([5]), Updater()
 
     async def updates_between(client: PolicyClient, prompt: Prompt) -> Trajectory:
@@ -425,8 +424,7 @@ def test_weights_may_change_between_and_within_turns() -> None:
         await trajectory.generate()
         return trajectory.finish(reward=1.0)
 
-    rollouter = rollouter_of(updates_between, desk, updater)
+    rollouter = rollouter_of(make(updates_between, engine=updater.engine, max_length=30), desk, updater)
     step_until(rollouter, lambda: bool(desk.groups))
     (group,) = desk.groups
     assert (group.oldest_version, group.newest_version) == (0, 1) and np.all(np.diff(group.versions[:12]) >= 0)
-    rollouter._generator.close()

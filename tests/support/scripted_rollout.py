@@ -141,6 +141,7 @@ def rollouter_of(
     sleep_level: int | None = None,
     rewards: Scorer | None = None,
     trace_every: int = 0,
+    report_interval_s: float = 1.0,
 ) -> Rollouter:
     updater = updater or Updater(engine)
     return Rollouter(
@@ -158,6 +159,7 @@ def rollouter_of(
             trace_every=trace_every,
             replica="replica-0",
         ),
+        report_interval_s=report_interval_s,
     )
 
 
