@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import hwrl
 from hwrl.cli import main
 from hwrl.testing import Kind, Level, find_subject
-from hwrl.testing.conformance import run_kit
+from hwrl.testing.conformance import TrainRanksContract, run_kit
 from hwrl.testing.contracts.train_engine import engine_settings
 
 COMMANDS = {
@@ -93,6 +93,14 @@ def test_a_new_transport_passes_every_check_untouched(installed_here: None) -> N
 def test_a_new_engine_computes_right_untouched(name: str, kind: Kind, installed_here: None) -> None:
     report = run_kit(find_subject(name), backend=hwrl.get_backend(), level=Level.COMPUTE)
     assert (report.subject.kind, report.reached) == (kind, Level.COMPUTE)
+
+
+@pytest.mark.extended  # two processes, each with a model
+def test_two_ranks_of_a_new_train_engine_take_the_steps_of_one(installed_here: None) -> None:
+    try:
+        TrainRanksContract().test_two_ranks_take_the_steps_of_one(hwrl.get_backend(), find_subject("acme-train"))
+    except pytest.skip.Exception as skipped:
+        pytest.fail(f"the kit skips two ranks: {skipped}")
 
 
 def test_a_new_train_engines_export_changes_nothing(installed_here: None, tmp_path: Path) -> None:
