@@ -12,7 +12,7 @@ import torch
 
 from hwrl.errors import DataError, UnsupportedError
 from hwrl.models import require_loadable, require_no_adapter, require_present, translated_errors
-from hwrl.safetensors_files import FILE_NBYTES, TensorFiles, write_tensors
+from hwrl.safetensors_files import TensorFiles, write_tensors
 from hwrl.saved_names import SavedNames
 
 __all__ = ["ModelFiles", "write_model"]
@@ -197,14 +197,13 @@ def write_model(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     dtype: torch.dtype,
-    file_nbytes: int = FILE_NBYTES,
 ) -> None:
     """Write the configuration of ``model`` and ``tensors`` to ``directory``, for ``from_pretrained``.
 
     ``tensors`` have their names in files, and ``described`` are the same on the meta device, in the same order
     (:func:`~hwrl.safetensors_files.write_tensors`). ``dtype`` is the one in the configuration.
     """
-    write_tensors(directory, described, tensors, file_nbytes=file_nbytes)
+    write_tensors(directory, described, tensors)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class of its own

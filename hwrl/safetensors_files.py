@@ -16,11 +16,11 @@ from safetensors import safe_open
 
 from hwrl.errors import DataError
 
-__all__ = ["FILE_NBYTES", "INDEX", "SINGLE_FILE", "TensorFiles", "write_tensors"]
+__all__ = ["INDEX", "SINGLE_FILE", "TensorFiles", "write_tensors"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FILE_NBYTES = 4 << 30
+_FILE_NBYTES = 4 << 30
 """The size from which a model is written into several files."""
 
 _MAPPED_NBYTES = 8 << 20
@@ -143,7 +143,7 @@ def write_tensors(
     described: Iterable[tuple[str, torch.Tensor]],
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
-    file_nbytes: int = FILE_NBYTES,
+    file_nbytes: int = _FILE_NBYTES,
 ) -> None:
     """Write ``tensors`` to ``directory`` as transformers names the files: one, or several with an index.
 

@@ -110,11 +110,6 @@ class Scattered:
             layout, whole_rules(layout, tensors), backend=backend, slabs=slabs, ring_nbytes=ring_nbytes, tensors=tensors
         )
 
-    @property
-    def straight_slabs(self) -> int:
-        """How many slabs are received straight into their targets."""
-        return sum(copies.straight is not None for copies in self._copies)
-
     def begin(self) -> None:
         """Do nothing: slabs overwrite the targets as they come."""
 

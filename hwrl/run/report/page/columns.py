@@ -91,11 +91,11 @@ class Curve:
     largest: list[float | None] | None = None
 
 
-def thin_out(steps: npt.NDArray[np.int64], values: Reals, *, buckets: int = BUCKETS) -> Curve:
-    """Return all points if they are few; else those of ``buckets`` equal ranges of steps, with least and largest."""
-    if len(steps) <= buckets:
+def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
+    """Return all points if they are few; else those of equal ranges of steps, with least and largest."""
+    if len(steps) <= BUCKETS:
         return Curve(steps.tolist(), _rounded(values))
-    starts = np.linspace(0, len(steps), buckets, endpoint=False).astype(np.int64)
+    starts = np.linspace(0, len(steps), BUCKETS, endpoint=False).astype(np.int64)
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite, starts, dtype=np.int64)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
