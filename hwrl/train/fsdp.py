@@ -48,6 +48,9 @@ class FsdpEngine(PolicyEngine):
     Each rank reads its own part of the weights. The model is always in evaluation mode: dropout would add noise to the
     ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
 
+    :attr:`sharded` is the wrapped model, or None, and tells what of it stays whole between the passes of a step.
+    :attr:`checkpointing` tells how many layers the newest pass recomputed.
+
     With ``settings.host_step`` on one rank, the engine needs a default group of one process: if there is none, it makes
     one, and :meth:`close` ends it. It closes its ``reference``, too, the engine of :meth:`reference_logprobs`.
     """
@@ -98,8 +101,8 @@ class FsdpEngine(PolicyEngine):
             self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
         self._causal = self._calls(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
-        if self._sharded is not None:
-            self._sharded.reshard()
+        if self.sharded is not None:
+            self.sharded.reshard()
         self._prepare_layers(layers)
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
         if settings.param_offload and self._copy is not None:
@@ -116,14 +119,14 @@ class FsdpEngine(PolicyEngine):
     def _place(self, model: Any, reader: WeightReader) -> list[torch.nn.Module]:
         """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
         self._copy: ComputeCopy | None = None
-        self._sharded: ShardedModel | None = None
+        self.sharded: ShardedModel | None = None
         read = functools.partial(
             read_weights, directory=self.settings.model_directory, group=self._group, backend=self._backend
         )
         if self._group is not None and (self._ranks > 1 or self.settings.host_step):
             layers = layers_of(model)
             self._fuse(model)
-            self._sharded = ShardedModel(
+            self.sharded = ShardedModel(
                 model,
                 layers,
                 group=self._group,
@@ -164,26 +167,26 @@ class FsdpEngine(PolicyEngine):
             self._compiler.compile_layers(outer)
             self.scorer.forward = self._compiler.compiled(self.scorer.forward)
             self.scorer.backward = self._compiler.compiled(self.scorer.backward)
-        gathers_inside = self._sharded is not None and len(outer) < len(layers)
+        gathers_inside = self.sharded is not None and len(outer) < len(layers)
         communicates = gathers_inside or self._context is not None
-        self._checkpointing = ActivationCheckpointing(
+        self.checkpointing = ActivationCheckpointing(
             outer,
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
-            room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self._owed_nbytes(),
+            room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self.owed_nbytes(),
             agree=self._largest if communicates else None,  # else the ranks gather a layer's weights around it
         )
 
     def _largest(self, number: int) -> int:
         return int(self._reduce([number], op="max")[0])
 
-    def _owed_nbytes(self) -> int:
+    def owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for weights, gradients and the optimizer's state."""
         owed = 0
         if not self.settings.host_step:
             owed += 0 if self.optimizer.state else self._memory.moments
             owed += sum(4 * own_slice(one)[0].numel() for one in self._trained if one.grad is None)
-        return owed if self._sharded is None else owed + self._sharded.owed_nbytes
+        return owed if self.sharded is None else owed + self.sharded.owed_nbytes
 
     @property
     def compute_model(self) -> Any:
@@ -229,7 +232,7 @@ class FsdpEngine(PolicyEngine):
             return self._reference.logprobs(batch)
 
     def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
-        return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))
+        return super()._passes(plan if self.sharded is None else self.sharded.passes(plan))
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         with contextlib.nullcontext() if self._compiler is None else explained_compilation():
@@ -249,11 +252,11 @@ class FsdpEngine(PolicyEngine):
     def _clip_gradients(self) -> float:
         gradients = [own_slice(one.grad)[0] for one in self._trained if one.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if self._sharded is not None:
+        if self.sharded is not None:
             assert self._group is not None, "the group of the shards"
             squares = norm.to(self._backend.device()).square()
             self._group.all_reduce(squares)
-            norm = (squares / self._sharded.copies).sqrt()
+            norm = (squares / self.sharded.copies).sqrt()
         scale = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
@@ -312,7 +315,7 @@ class FsdpEngine(PolicyEngine):
             yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
     def _shards(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-        return named if self._sharded is None else self._sharded.shards(named)
+        return named if self.sharded is None else self.sharded.shards(named)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()

@@ -76,7 +76,7 @@ class PolicyEngine(TrainEngine):
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         with self._backend.range("hwrl.pack"):
-            plan = self._plan(batch)
+            plan = self.plan(batch)
         tokens = max(1.0, self._reduce([sum(part.trained_tokens for part in plan)], op="sum")[0])
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
@@ -102,7 +102,7 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        with contextlib.closing(self._scoring_passes(self._plan(batch))) as passes:
+        with contextlib.closing(self._scoring_passes(self.plan(batch))) as passes:
             for part, logprobs in passes:
                 result[part.rows, part.columns] = logprobs.cpu()
         return result if self._context is None else self._context.add(result)
@@ -164,15 +164,16 @@ class PolicyEngine(TrainEngine):
         logprobs, entropy = scores[:, : part.trained_tokens]
         return logprobs, entropy
 
-    def _plan(self, batch: Batch) -> list[MicroBatch]:
-        """Return the micro-batches on the device. Every rank has the same number of them; some may be empty.
+    def plan(self, batch: Batch) -> list[MicroBatch]:
+        """Return the micro-batches of ``batch``, on the device, for :meth:`forward`. Collective.
 
-        They are made before the first pass: a copy to the device would wait for the passes before it.
+        Every rank has the same number of them; some may be empty. They are made before the first pass: a copy to the
+        device would wait for the passes before it.
         """
         lengths, limit = (batch.lengths() - 1).clamp(min=0).tolist(), self.settings.micro_batch_tokens
         parts = list(batch.micro_batches(max_tokens=limit))
         padded = sum(len(rows) * lengths[rows[0]] for rows in parts)
-        packs = self._packs and self._packing_pays(sum(lengths) / max(1, padded))
+        packs = self._packs and self.packing_pays(sum(lengths) / max(1, padded))
         if packs:
             parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit)]
         most = max(1, int(self._reduce([len(parts)], op="max")[0]))
@@ -186,7 +187,7 @@ class PolicyEngine(TrainEngine):
     def _share(self) -> PackShare:
         return PackShare() if self._context is None else self._context.share
 
-    def _packing_pays(self, real_share: float) -> bool:
+    def packing_pays(self, real_share: float) -> bool:
         """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
 
         Without a fused kernel the boundaries cost up to a quarter of a step of the demo, on a CPU core.

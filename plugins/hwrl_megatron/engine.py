@@ -49,6 +49,7 @@ class MegatronEngine(PolicyEngine):
     have the layers one after the other, and the same share of the batch. ``options.expert_parallel`` copies of the
     model share its experts. All ranks with the same parameters share the optimizer's float32 parameters and moments
     (Megatron's distributed optimizer). Gradients are float32. The model is always in evaluation mode.
+    :attr:`checkpointing` tells how many layers the newest pass recomputed.
 
     One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
     """
@@ -79,7 +80,7 @@ class MegatronEngine(PolicyEngine):
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._saved = list(saved_tensors(config, layout))
         model = build_gpt(config, layout, backend=backend, dtype=settings.dtype)
-        self._checkpointing = self._activation_checkpointing(model)
+        self.checkpointing = self._activation_checkpointing(model)
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -101,7 +102,7 @@ class MegatronEngine(PolicyEngine):
             model.decoder.layers,
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
-            room_nbytes=lambda: (self._usable_nbytes(vocabulary=vocabulary) - self._owed_nbytes()) // under_way,
+            room_nbytes=lambda: (self._usable_nbytes(vocabulary=vocabulary) - self.owed_nbytes()) // under_way,
             agree=self._largest if layout.tensor * layout.experts > 1 else None,  # a layer communicates with these
         )
 
@@ -118,7 +119,7 @@ class MegatronEngine(PolicyEngine):
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
         return int(largest)
 
-    def _owed_nbytes(self) -> int:
+    def owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""
         return sum(
             8 * parameter.numel()

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from hwrl.interfaces import Batch, TokenLoss
-from hwrl.train import OutputScorer, PolicyEngine
+from hwrl.train import FsdpEngine, OutputScorer
 
 
 def steps_in_both_forms(
-    engine: PolicyEngine, batch: Batch, gradients: Callable[[], list[torch.Tensor]], *, loss: TokenLoss
+    engine: FsdpEngine, batch: Batch, gradients: Callable[[], list[torch.Tensor]], *, loss: TokenLoss
 ) -> list[dict[str, Any]]:
-    """Take one step in packs and one in rows, without an update; return metrics, gradients and log-probabilities."""
+    """Take one step in packs and one in rows, at a rate of 0; return metrics, gradients and log-probabilities."""
     taken: list[dict[str, Any]] = []
 
-    def keep_gradients(**_: float) -> None:
+    def keep_gradients(*_: object) -> None:
         taken[-1]["gradients"] = gradients()
 
-    engine._update = keep_gradients  # type: ignore[method-assign] # so that both steps start at the same weights
+    engine.settings = replace(engine.settings, learning_rate=0.0)  # so that both steps start at the same weights
+    engine.optimizer.register_step_pre_hook(keep_gradients)
     for packs in (True, False):
-        engine._packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
+        engine.packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
         if not packs:
             engine.scorer.for_loss = _forgetting(engine.scorer)  # type: ignore[method-assign] # an independent way
-        assert (engine._plan(batch)[0].boundaries is not None) == packs
+        assert (engine.plan(batch)[0].boundaries is not None) == packs
         taken.append({})
         taken[-1]["metrics"] = engine.train_batch(batch, loss=loss)
         taken[-1]["logprobs"] = engine.logprobs(batch)

@@ -133,7 +133,7 @@ def layer_nbytes(engine: FsdpEngine) -> int:
         return result
 
     layer.forward = watched
-    engine.forward(next(iter(engine._passes(engine._plan(BATCH)))))
+    engine.forward(engine.plan(BATCH)[0])
     del layer.forward
     return sum(kept.values())
 
@@ -147,7 +147,7 @@ def _tensors(values: list[object]) -> list[torch.Tensor]:
 def test_auto_measures_a_layer_and_recomputes_as_the_room_needs(model_directory: Path) -> None:
     backend = Limited()
     engine = engine_with(model_directory, "auto", backend)
-    chosen = engine._checkpointing
+    chosen = engine.checkpointing
     engine.train_batch(BATCH, loss=PolicyLoss())
     assert chosen.recomputed == LAYERS - 1  # the first pass measures the last layer
     engine.train_batch(BATCH, loss=PolicyLoss())
@@ -155,7 +155,7 @@ def test_auto_measures_a_layer_and_recomputes_as_the_room_needs(model_directory:
     layer = layer_nbytes(engine_with(model_directory, False))
     found = []
     for layers in (LAYERS + 2.5, LAYERS + 0.9, 1):
-        backend.usable = engine._owed_nbytes() + int(layer * layers)
+        backend.usable = engine.owed_nbytes() + int(layer * layers)
         engine.train_batch(BATCH, loss=PolicyLoss())
         found.append(chosen.recomputed)
     assert found[0] == 0 < found[1] < LAYERS == found[2]
@@ -166,6 +166,6 @@ def test_the_choice_changes_no_step(model_directory: Path, setting: Literal["aut
     plain, lean = engine_with(model_directory, False), engine_with(model_directory, setting)
     for engine in (plain, lean):
         engine.train_batch(BATCH, loss=PolicyLoss())
-    assert lean._checkpointing.recomputed >= LAYERS - 1
+    assert lean.checkpointing.recomputed >= LAYERS - 1
     for (name, one), (_, other) in zip(plain.named_weights(), lean.named_weights(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)

@@ -141,14 +141,12 @@ def steps(rank: int, directory: Path, address: str, ranks: int, context: int, ch
     engine = engine_on(directory, group, temperature=0.8, **changes)
     assert (engine.data_parallel_rank, engine.data_parallel_size) == (rank // context, ranks // context)
     found: dict[str, Any] = {"metrics": [], "gradients": []}
-    update = engine._update
 
-    def keep_gradients(**rates: float) -> None:
+    def keep_gradients(*_: object) -> None:
         trained = [one for one in engine.model.parameters() if one.grad is not None]
         found["gradients"].append([full(parameter.grad).clone() for parameter in trained])
-        update(**rates)
 
-    engine._update = keep_gradients  # type: ignore[method-assign] # the step goes on
+    engine.optimizer.register_step_pre_hook(keep_gradients)
     for batch in batches():
         mine = batch.select(torch.arange(batch.rows)[engine.data_parallel_rank :: engine.data_parallel_size])
         found["metrics"].append(without_padding(engine.train_batch(mine, loss=PolicyLoss("decoupled"))))
@@ -321,7 +319,7 @@ def recompute(rank: int, directory: Path, address: str) -> list[int]:
     found = []
     for seed in range(3):
         engine.train_batch(batch_of(groups_of(5, seed=seed)), loss=PolicyLoss())
-        found.append(engine._checkpointing.recomputed)
+        found.append(engine.checkpointing.recomputed)
     group.close()
     return found
 

@@ -57,10 +57,10 @@ def idle(rank: int, model_directory: Path, address: str) -> list[int]:
     """Take a step in packs on 20 rows or on one; return the number of forward passes, and whether it was finite."""
     group = join(rank, address, 2)
     engine = engine_on(model_directory, group, micro_batch_tokens=20)
-    engine._packing_pays = lambda real_share: True  # type: ignore[method-assign] # also without a fused kernel
+    engine.packing_pays = lambda real_share: True  # type: ignore[method-assign] # also without a fused kernel
     batch = batch_of(groups_of(5, seed=0))
     mine = batch if rank == 0 else batch.select(torch.tensor([3]))
-    passes = len(engine._plan(mine))
+    passes = len(engine.plan(mine))
     assert torch.tensor(list(engine.train_batch(mine, loss=PolicyLoss()).values())).isfinite().all()
     assert group is not None
     group.close()

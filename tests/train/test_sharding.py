@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,12 @@ def modes(rank: int, model_directory: Path, address: str) -> list[dict[str, Any]
     results = []
     for weights, gradients in MODES:
         engine = engine_on(model_directory, group, micro_batch_tokens=40)
-        assert engine._sharded is not None
-        assert engine._sharded.keeps_weights and engine._sharded.keeps_gradients  # a tiny model fits
+        assert engine.sharded is not None
+        assert engine.sharded.keeps_weights and engine.sharded.keeps_gradients  # a tiny model fits
         if not weights:
             engine = without_whole_weights(model_directory, group)
-        assert engine._sharded is not None
-        engine._sharded.keep_whole(weights=weights, gradients=gradients)
+        assert engine.sharded is not None
+        engine.sharded.keep_whole(weights=weights, gradients=gradients)
         results.append(steps(engine, rank))
     if group is not None:
         group.close()
@@ -54,14 +55,12 @@ def modes(rank: int, model_directory: Path, address: str) -> list[dict[str, Any]
 
 def without_whole_weights(model_directory: Path, group: Any) -> FsdpEngine:
     """Return an engine that had no room."""
-    from hwrl.train import sharding
-
-    share, sharding._SHARE = sharding._SHARE, 1 << 60
-    try:
+    backend = hwrl.get_backend()
+    full = replace(backend.memory_info(), free_nbytes=0, total_nbytes=0, allocated_nbytes=0, reserved_nbytes=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "memory_info", lambda: full)
         engine = engine_on(model_directory, group, micro_batch_tokens=40)
-    finally:
-        sharding._SHARE = share
-    assert engine._sharded is not None and not engine._sharded.keeps_weights
+    assert engine.sharded is not None and not engine.sharded.keeps_weights
     return engine
 
 
@@ -98,7 +97,7 @@ def failures(rank: int, model_directory: Path, address: str) -> dict[str, Any]:
     group = join(rank, address, 2)
     engine = engine_on(model_directory, group, micro_batch_tokens=40)
     fresh = engine_on(model_directory, group, micro_batch_tokens=40)
-    sharded, batch = engine._sharded, batch_of(groups_of(5, seed=0))
+    sharded, batch = engine.sharded, batch_of(groups_of(5, seed=0))
     assert sharded is not None and sharded.keeps_gradients
     rest, owed = iter(range(2)), []
     real = PolicyLoss()
@@ -114,7 +113,7 @@ def failures(rank: int, model_directory: Path, address: str) -> dict[str, Any]:
     forward = engine.forward
 
     def noting(part: MicroBatch) -> Any:
-        owed.append((sharded.owed_nbytes, engine._owed_nbytes()))
+        owed.append((sharded.owed_nbytes, engine.owed_nbytes()))
         return forward(part)
 
     engine.forward = noting  # type: ignore[method-assign] # to look into each pass

@@ -139,7 +139,7 @@ def train_with_uneven_room(rank: int, directory: Path, address: str, setting: An
         engine.train_batch(batch_of(slice(None), seed=0), loss=PolicyLoss())
         backend.usable = -(1 << 40) if rank else 1 << 40
         metrics = engine.train_batch(batch_of(slice(None), seed=1), loss=PolicyLoss())
-        return {"metrics": metrics, "recomputed": engine._checkpointing.recomputed}
+        return {"metrics": metrics, "recomputed": engine.checkpointing.recomputed}
     finally:
         engine.close()
         group.close()
