@@ -61,8 +61,7 @@ def new_package_command(*kinds: Kind) -> PackageCommand:
 def write_package(kind: Kind, name: str, into: Path) -> Path:
     """Write the package hwrl-``name`` into the folder ``into``, and return its path.
 
-    Raises ConfigError for a name that is malformed, for one that any installed package has, and if there is something
-    at that path.
+    Raises ConfigError if the name is malformed, if an installed package has it, or if the path exists.
     """
     _check_name(kind, name)
     folder = into / f"hwrl-{name}"

@@ -280,8 +280,8 @@ class EmbeddedEngine(RolloutEngine):
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.
 
-        Requests with one prompt after each other, as the samples of a group, share its pass: with a part come the
-        numbers of rows that have each of its prompts.
+        Neighbouring requests with the same prompt, such as the samples of a group, share one pass. A part comes with
+        the number of rows of each of its prompts.
         """
         copies, longest, start = list[int](), 0, rows.start
         for length, count in self._same_prompts(rows):

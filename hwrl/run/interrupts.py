@@ -20,8 +20,8 @@ class Interrupts:
 
     A signal sets ``pending`` and raises KeyboardInterrupt. While ``message`` is set, the first signal does not raise:
     it only logs the message. It does so in a thread, because the signal may interrupt another output. Signals within
-    ``same_signal_s`` seconds count as one. A child between its fork and its exec has these handlers, too; there they
-    ignore a signal, which reaches the parent by itself if it was meant for the process group.
+    ``same_signal_s`` seconds count as one. A child has these handlers, too, between its fork and its exec. There they
+    ignore signals: a signal for the process group also reaches the parent.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantag
     tokens of all groups; ``reinforce_plus_plus_baseline``: r - mean, whitened, too (arXiv:2501.03262). A group whose
     rewards are all equal gives zeros; whitening may move them.
 
-    ``mean`` and ``std`` are of the samples of a prompt. A sample with several rows counts once, by the mean of its
-    rows' rewards. The reward of a row is its own and those of its tokens; for one of its tokens, r is the row's own and
-    those from this token on.
+    ``mean`` and ``std`` are taken over the samples of a prompt. A sample with several rows counts once, with the mean
+    reward of its rows. The reward of a row is its own reward plus the rewards of all its tokens. For one token, r is
+    the row's own reward plus the rewards from this token on.
 
     Raises DataError if a user's function returns other shapes or numbers that are not finite.
     """

@@ -69,7 +69,8 @@ def reference_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCau
 def add_in_turns(policy: Sequence[MemoryCause], other: Sequence[MemoryCause], *, name: str) -> list[MemoryCause]:
     """Return the causes of ``policy`` and those of another engine of its rank, ``name``, that takes turns with it.
 
-    What the other one needs on the device in its turn only counts as far as it is more than the policy's.
+    Only one of them steps at a time, so the larger need of the two counts. The other engine adds its excess over the
+    policy's need, or nothing.
     """
     own = [replace(one, cause=f"{name}: {one.cause}") for one in other if one.place == "host" or one.phases == ALWAYS]
     turns = [

@@ -132,8 +132,8 @@ class _Run:
 class _Allocations(TorchDispatchMode):
     """Counts the bytes of all storages that are made inside, and are alive: ``now`` and ``peak``.
 
-    ``of_products`` are the bytes of all storages, alive or not, from which or into which matrix products and attention
-    have read or written.
+    ``of_products`` counts the bytes of each storage that a matrix product or attention has read or written, whether the
+    storage is still alive or not.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:

@@ -34,7 +34,7 @@ def require_settings(settings: EngineSettings) -> None:
         if ranks > 1:
             raise ConfigError(
                 f"train.{name}={ranks} is not possible with train.engine=megatron",
-                why="it divides the model by its own options, and packs not at all",
+                why="Megatron divides the model by its own options, and this engine does not pack rows",
                 fix=f"remove train.{name}; see train.engine_options, or use train.engine=fsdp",
             )
 

@@ -11,9 +11,9 @@ import torch
 def prepare_in_each_load(model: torch.nn.Module) -> None:
     """Let each later load of ``model`` prepare the weights of its experts for their kernel, as the first one did.
 
-    vLLM 0.32 calls the kernel's own preparation in the first load only. On CPUs, which pack the weights, each later
-    load would leave them as they came, and the kernel would compute with them all the same. Remove this when vLLM
-    calls it in each load.
+    vLLM 0.32 prepares the weights for the kernel in the first load only. A CPU's kernel needs packed weights: after a
+    later load it would read the unpacked ones as if they were packed, and compute wrong results. Remove this when vLLM
+    prepares them in each load.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)

@@ -213,7 +213,7 @@ class _Workers:
         joined = self._answers(0)
         self._ranks = [one["rank"] for one in joined]
         _require_all(self._ranks, of=max((one["of"] for one in joined), default=1))
-        if any(one["updating"] for one in joined):  # of a trainer that died in it, or its end was not heard
+        if any(one["updating"] for one in joined):  # its trainer died in the update, or its message at the end was lost
             self._client.finish_weight_update()
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -195,8 +195,8 @@ class RunDevices:
     def _is_on_lost_node(self, reservation: Reservation) -> bool:
         """Return whether the node of this reservation is lost, and the process may have free devices elsewhere.
 
-        Ray never moves our reservations, because each asks for its node. It must number the devices of a process
-        outside of them; and devices that several processes share have no free ones beside them.
+        Ray never moves our reservations, because each is bound to its node. So the process gets devices from Ray
+        outside of them. This needs a Ray that numbers the devices, and devices that processes do not share.
         """
         node = self._nodes.get(reservation.devices[0])
         if node is None or self._numbers or self.plan.assignment.shared:

@@ -47,10 +47,10 @@ def read_run(path: Path) -> list[Metrics]:
 def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workload:
     """Return ``base`` with the costs measured in ``lines``, a run of ``config``.
 
-    Means of one activity are sums of seconds over sums of work. Two costs depend on the others, so the run itself is
-    simulated until it agrees with the measured one: in the tokens per busy second (a decoding step takes longer in
-    fuller replicas), and in the trainer's waits (what generation does not explain are calls, and processes that share
-    a processor).
+    The cost of an activity is the sum of its seconds over the sum of its work. Two costs depend on the others. So this
+    simulates the run and corrects them until it agrees with the measurement. The cost of a decoding step is corrected
+    by the tokens per busy second, because a step takes longer in a fuller replica. The cost of a batch is corrected by
+    the trainer's waits: generation does not explain all of them, since calls and shared processors take time, too.
     """
     size = as_measured(config, _STEPS)
     measured = _trainer_costs(config, lines, base) | _rollout_costs(config, lines) | _lengths(config, lines, base)
