@@ -77,6 +77,12 @@ def test_every_file_is_plain() -> None:
     assert not too_dense, f"write shorter sentences: {too_dense}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md"])
+def test_the_pages_that_most_people_read_are_plain(page: str) -> None:
+    nwords, nrelative = count_words((REPO / page).read_text())
+    assert 100 * nrelative / nwords <= MAX_PER_100, "write shorter sentences"
+
+
 @cache
 def written(path: Path) -> list[tuple[int, str]]:
     """Return each docstring (on line 1), comment and message of ``path``, with its line."""
