@@ -154,6 +154,11 @@ class CpuBackend(Backend):
 
         torch.default_generator.manual_seed(value)
 
+    def group_library(self) -> str:
+        from hwrl_cpu import gloo
+
+        return gloo.register()
+
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:

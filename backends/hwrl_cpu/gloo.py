@@ -1,29 +1,43 @@
-"""Gloo process groups with a working abort: they know their sockets.
+"""Gloo process groups that know their sockets: with a working abort, and without strangers.
 
 torch's ``ProcessGroupGloo.abort`` does nothing (measured on 2.13: a blocked recv stayed blocked until its peer died).
 But after the shutdown of a socket, every operation on it fails within milliseconds. So each group gets its own Gloo
-device, and the device's listening port identifies the group's sockets in this process. Delete this module when Gloo's
-own abort works.
+device, and the device's listening port identifies the group's sockets in this process.
+
+Gloo's sockets authenticate nobody: the first process that connects and sends a small number takes a rank's place. So
+the ranks compare their connections in the store before the group is used: each must have a rank at both ends. Delete
+this module when Gloo has an abort and a key of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from hwrl.comm import Store, is_on_loopback, process_sockets
-from hwrl.errors import CommError, UnsupportedError
+from hwrl.comm import Store, await_keys, is_on_loopback, process_sockets
+from hwrl.errors import CommError, CommTimeoutError, UnsupportedError
 
+CHECKED = "hwrl_gloo"
+"""The name in torch.distributed of groups that are checked for strangers."""
+
+Address: TypeAlias = tuple[str, int]
+Addresses: TypeAlias = frozenset[Address]
+Link: TypeAlias = tuple[Address, Address]
+"""A connection: the address of this process's end, then the peer's."""
+
+_Read = TypeVar("_Read")
 _making_device = threading.Lock()
 _ATTEMPTS = 5
 _NOTICE_S = 1.0
@@ -31,20 +45,26 @@ _NOTICE_S = 1.0
 _THREADS = 4
 
 
+def register() -> str:
+    """Let torch's own functions, such as ``init_process_group``, make checked groups; return their name in torch."""
+    dist.Backend.register_backend(CHECKED, _create_in_torch, extended_api=True, devices=["cpu"])
+    return CHECKED
+
+
+def _create_in_torch(options: Any, _: Any) -> Any:
+    place: dict[str, Any] = {"rank": options.group_rank, "size": options.group_size}
+    return _connect(options.store, **place, timeout=options.timeout)[0]
+
+
 class AbortableGroups:
     """The groups of one backend object, with the listening addresses of each."""
 
     def __init__(self) -> None:
-        self._addresses: WeakKeyDictionary[Any, frozenset[tuple[str, int]]] = WeakKeyDictionary()
+        self._addresses: WeakKeyDictionary[Any, Addresses] = WeakKeyDictionary()
 
     def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        """Return a group for :meth:`abort`; blocks until all ranks are connected."""
-        device, address = _device_of_its_own(on_loopback=is_on_loopback(store))
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
-        options._devices, options._timeout, options._threads = [device], timeout, _THREADS
-        store.set(f"listens/{rank}", f"{address[0]} {address[1]}")
-        gloo = dist.ProcessGroupGloo(store, rank, size, options)
-        addresses = frozenset(_parse(store.get(f"listens/{peer}")) for peer in range(size))
+        """Return a group for :meth:`abort`; blocks until all ranks are connected. Raises CommError if a stranger is."""
+        gloo, addresses = _connect(store, rank=rank, size=size, timeout=timeout)
         group = dist.ProcessGroup(store, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -62,12 +82,63 @@ class AbortableGroups:
             )
         _shut_down(addresses, socket.SHUT_RD)
         deadline_s = time.monotonic() + _NOTICE_S
-        while _connections(addresses) and time.monotonic() < deadline_s:
+        while any(_links(addresses)) and time.monotonic() < deadline_s:
             time.sleep(0.001)
         _shut_down(addresses, socket.SHUT_RDWR)
 
 
-def _shut_down(addresses: frozenset[tuple[str, int]], how: int) -> None:
+def _connect(store: Store, *, rank: int, size: int, timeout: timedelta) -> tuple[Any, Addresses]:
+    """Return Gloo's group, connected with all ranks and nobody else, and the addresses where its ranks listen."""
+    made = [_device_of_its_own(make) for make in _devices(on_loopback=size == 1 or is_on_loopback(store))]
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+    options._devices = [device for device, _ in made]
+    options._timeout, options._threads = timeout, _THREADS * len(made)
+    store.set(f"listens/{rank}", json.dumps([address for _, address in made]))
+    gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    notes = (store.get(f"listens/{peer}") for peer in range(size))
+    addresses = frozenset(address for note in notes for address in _read(note, _address))
+    if size > 1:
+        _refuse_strangers(store, addresses, rank=rank, size=size, timeout_s=timeout.total_seconds())
+    return gloo, addresses
+
+
+def _refuse_strangers(store: Store, addresses: Addresses, *, rank: int, size: int, timeout_s: float) -> None:
+    """Raise CommError, in every rank, if the group has a connection without a rank at both ends; close all then.
+
+    A stranger cannot write to the store, so each rank writes its connections there. Each member's connection is in two
+    notes: once from each end. A connection made later takes nobody's place: Gloo has no free one by then.
+    """
+    store.set(f"links/{rank}", json.dumps(sorted(_links(addresses))))
+    keys = [f"links/{peer}" for peer in range(size)]
+    missing = await_keys(store, keys, timeout_s=timeout_s)
+    if missing:
+        raise CommTimeoutError(
+            "cannot make a process group",
+            why=f"it is connected, and within {timeout_s:g} s these ranks did not say with whom: {', '.join(missing)}",
+            fix="look at those processes' logs",
+        )
+    links = {link for key in keys for link in _read(store.get(key), _link)}
+    strangers = sorted({peer for mine, peer in links if (peer, mine) not in links})
+    if strangers:
+        _shut_down(addresses, socket.SHUT_RDWR)
+        raise CommError(
+            "cannot make a process group",
+            why=f"a process that is no rank of it has connected, from {', '.join(f'{h}:{p}' for h, p in strangers)}",
+            fix="make it again; if it happens again, find that process, or set GLOO_SOCKET_IFNAME to an interface that "
+            "only the run can reach",
+        )
+
+
+def _links(addresses: Addresses) -> Iterator[Link]:
+    """Yield this process's connections to and from ``addresses``."""
+    for _, mine in process_sockets():
+        with contextlib.suppress(OSError):  # it listens, or was closed meanwhile
+            link = _plain(mine.getsockname()), _plain(mine.getpeername())
+            if not addresses.isdisjoint(link):
+                yield link
+
+
+def _shut_down(addresses: Addresses, how: int) -> None:
     """Shut down the sockets of ``addresses``. Gloo closes a socket when it sees the end of the incoming data.
 
     The shutdown has two steps, reading first: Gloo must see the end before its writes fail. Otherwise an operation may
@@ -76,25 +147,16 @@ def _shut_down(addresses: frozenset[tuple[str, int]], how: int) -> None:
     """
     for _, mine in process_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile: nothing to end
-            if mine.getpeername()[:2] in addresses or mine.getsockname()[:2] in addresses:
+            if not addresses.isdisjoint((_plain(mine.getpeername()), _plain(mine.getsockname()))):
                 mine.shutdown(how)
 
 
-def _connections(addresses: frozenset[tuple[str, int]]) -> bool:
-    """Return whether this process has a connection to or from ``addresses``."""
-    for _, mine in process_sockets():
-        with contextlib.suppress(OSError):  # it listens, or was closed meanwhile
-            if mine.getpeername()[:2] in addresses or mine.getsockname()[:2] in addresses:
-                return True
-    return False
-
-
-def _device_of_its_own(*, on_loopback: bool) -> tuple[Any, tuple[str, int]]:
-    """Return a new Gloo device and its listening address: the only new listener of the process."""
+def _device_of_its_own(make: Callable[[], Any]) -> tuple[Any, Address]:
+    """Return the new Gloo device of ``make``, and its listening address: the only new listener of the process."""
     for _ in range(_ATTEMPTS):
         with _making_device:
             before = set(_listeners())
-            device = _device(on_loopback=on_loopback)
+            device = make()
             new = set(_listeners()) - before
         if len(new) == 1:
             return device, new.pop()
@@ -105,22 +167,46 @@ def _device_of_its_own(*, on_loopback: bool) -> tuple[Any, tuple[str, int]]:
     )
 
 
-def _device(*, on_loopback: bool) -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    if on_loopback:  # Gloo's sockets authenticate nobody: other machines need not reach them
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return dist.ProcessGroupGloo.create_default_device()
+def _devices(*, on_loopback: bool) -> list[Callable[[], Any]]:
+    """Return functions that make Gloo's devices: one for each interface that the user names.
+
+    They connect at once, also with TORCH_GLOO_LAZY_INIT=1: later connections are not compared.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack arguments
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if interfaces:
+        return [functools.partial(gloo.create_device, interface=name, lazy_init=False) for name in interfaces]
+    if on_loopback:  # other machines need not reach these sockets
+        return [functools.partial(gloo.create_device, hostname="127.0.0.1", lazy_init=False)]
+    return [functools.partial(gloo.create_default_device, lazy_init=False)]
 
 
-def _listeners() -> Iterator[tuple[str, int]]:
+def _listeners() -> Iterator[Address]:
     for _, mine in process_sockets():
         with contextlib.suppress(OSError):
             if mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield mine.getsockname()[:2]
+                yield _plain(mine.getsockname())
 
 
-def _parse(text: bytes) -> tuple[str, int]:
-    host, port = text.decode().split(" ")
-    return host, int(port)
+def _plain(address: tuple[Any, ...]) -> Address:
+    """Return a socket's address without IPv6's extra fields; an IPv4 address as such, also on IPv6 sockets."""
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
+
+
+def _address(found: Any) -> Address:
+    host, port = found
+    return str(host), int(port)
+
+
+def _link(found: Any) -> Link:
+    mine, peer = found
+    return _address(mine), _address(peer)
+
+
+def _read(note: bytes, kind: Callable[[Any], _Read]) -> list[_Read]:
+    try:
+        return [kind(found) for found in json.loads(note)]
+    except (ValueError, TypeError, OverflowError, RecursionError) as exc:
+        raise CommError(
+            "cannot make a process group", why=f"a rank wrote {note[:80]!r}", fix="use the same hwrl in all ranks"
+        ) from exc

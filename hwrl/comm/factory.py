@@ -44,7 +44,7 @@ class Comm:
         fill_stream_functions(self.backend.info.device_type)
         timeout = collectives.library_timeout(timeout_s)
         try:
-            dist.init_process_group(collectives.comm_library(), timeout=timeout, **rendezvous)
+            dist.init_process_group(collectives.group_library(), timeout=timeout, **rendezvous)
         except (RuntimeError, ValueError) as exc:
             raise translated(exc, "make the default group") from exc
         group = self.default_group()
@@ -64,7 +64,7 @@ class Comm:
         default = self.default_group()
         collectives = collectives_of(self.backend)
         timeout = collectives.library_timeout(timeout_s)
-        process_group = dist.new_group(list(ranks), timeout=timeout, backend=collectives.comm_library())
+        process_group = dist.new_group(list(ranks), timeout=timeout, backend=collectives.group_library())
         if default.rank not in ranks:
             return None
         name = f"ranks {','.join(str(rank) for rank in ranks)}"

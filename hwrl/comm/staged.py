@@ -52,8 +52,8 @@ _PAIRWISE = ("recv", "send")
 class Collectives(Protocol):
     """The methods of :class:`hwrl.Backend` for process groups."""
 
-    def comm_library(self) -> str:
-        """Return torch.distributed's name for the library."""
+    def group_library(self) -> str:
+        """Return torch.distributed's name for the library of the default group and its subgroups."""
 
     def library_timeout(self, timeout_s: float) -> timedelta:
         """Return ``timeout_s`` in the library's form."""
@@ -81,7 +81,7 @@ class StagedCollectives:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def comm_library(self) -> str:
+    def group_library(self) -> str:
         """Register staged groups with torch, as the device's library if torch knows none; return their name."""
         device_type = self._backend.info.device_type
         create = functools.partial(_create_in_torch, device_type)

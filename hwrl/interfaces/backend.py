@@ -407,6 +407,13 @@ class Backend:
                 fix="import it in hwrl_create_backend; without one, hwrl.comm stages groups through the host",
             ) from exc
 
+    def group_library(self) -> str:
+        """Return torch's name of the library for torch's default group and its subgroups: :meth:`comm_library`.
+
+        Override it if a library registered with torch makes these groups better than torch itself does.
+        """
+        return self.comm_library()
+
     def library_timeout(self, timeout_s: float) -> timedelta:
         """Return ``timeout_s`` in the form for torch.distributed; override it if a library misreads some values."""
         return timedelta(seconds=timeout_s)

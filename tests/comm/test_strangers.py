@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import secrets
 import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from hwrl.comm import Comm, connect_store, serve_store, signed, store_address
+from hwrl.comm import Comm, PrefixStore, await_keys, connect_store, serve_store, signed, store_address
 from hwrl.comm.signed import KeyedAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
+from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
 from tests.support.stranger import as_stranger
+from tests.support.weight_link import beside
 
 
 def _request(key: str, value: str) -> bytes:
@@ -145,6 +153,13 @@ def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
         early.result().close()
 
 
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
+_CLONE_NEWUTS = 0x04000000
+_HOST_NAME = b"127.0.0.5"  # an address of the loopback interface that nothing else uses
+
+
 def test_a_group_that_meets_on_the_loopback_interface_listens_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = connect_store(store_address(serve := serve_store()))
@@ -153,3 +168,80 @@ def test_a_group_that_meets_on_the_loopback_interface_listens_only_there(monkeyp
         new = listeners() - before
     assert new and {host for host, _ in new} == {"127.0.0.1"}
     del serve
+
+
+def test_the_default_group_of_a_store_on_the_loopback_interface_listens_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also its subgroups. By default Gloo listens at the address of the machine's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = serve_store()
+    found = run_processes(_default_groups, 2, store_address(store))
+    if None in found:
+        pytest.skip("only root gives a process another name of its machine")
+    assert found == [[["127.0.0.1"], ["127.0.0.1"], ["127.0.0.5"]]] * 2
+
+
+def _default_groups(rank: int, address: str) -> list[list[str]] | None:
+    """Return where the default group listens, then its subgroups, then a group of torch's own."""
+    libc = ctypes.CDLL(None)
+    if libc.unshare(_CLONE_NEWUTS) or libc.sethostname(_HOST_NAME, len(_HOST_NAME)):
+        return None
+    store, comm, hosts, known = connect_store(address), Comm(CpuBackend(INFO)), [], listeners()
+    with comm.init_default(store=store, rank=rank, size=2, timeout_s=30.0) as group:
+        hosts.append(_new_hosts(known))
+        mesh = init_device_mesh("cpu", (2, 1))  # it makes groups by torch's new_group
+        made = comm.new_group([0, 1], timeout_s=30.0), mesh.get_group(0), mesh.get_group(1)
+        hosts.append(_new_hosts(known))
+        torchs = dist.new_group([0, 1], backend="gloo")
+        hosts.append(_new_hosts(known))
+        group.barrier()
+        del made, torchs
+    return hosts
+
+
+def _new_hosts(known: set[tuple[str, int]]) -> list[str]:
+    """Return the hosts where this process listens since the last call; ``known`` are the older places."""
+    new = listeners() - known
+    known |= new
+    return sorted({host for host, _ in new})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stranger_that_takes_a_ranks_place_in_a_group_hears_nothing(rank: int) -> None:
+    """Gloo gives a place to the first connection that sends its number."""
+    store = serve_store()
+    making = beside(lambda: _make_group(connect_store(store_address(store)), rank))
+    assert not await_keys(store, [f"group/listens/{rank}", f"group/0/{rank}"], timeout_s=20.0)
+    place = tuple(json.loads(store.get(f"group/listens/{rank}"))[0])
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        hearing = beside(lambda: as_stranger(lambda: _take_places(place, theirs)))
+        assert mine.recv(1) == b"."
+        for make in (making, beside(lambda: _make_group(store, 1 - rank))):
+            with pytest.raises(CommError, match=r"a process that is no rank of it has connected, from 127\.0\.0\.1:"):
+                make()
+        assert hearing() == 0
+
+
+def _make_group(store: Any, rank: int) -> None:
+    """Make a group, and send a tensor to the other rank."""
+    group = CpuBackend(INFO).create_process_group(
+        PrefixStore("group", store), rank=rank, size=2, name="g", timeout=timedelta(seconds=20.0)
+    )
+    group.broadcast(torch.ones(100), 0).wait()
+
+
+def _take_places(place: Any, ready: socket.socket) -> int:
+    """Connect to a rank at ``place`` in the name of its peers; return how many bytes it sends."""
+    with contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(socket.create_connection(place, 20.0)) for _ in range(4)]
+        for number, connection in enumerate(connections):
+            connection.sendall(struct.pack("<q", number))
+        ready.sendall(b".")
+        heard = 0
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                while said := connection.recv(1000):
+                    heard += len(said)
+        return heard

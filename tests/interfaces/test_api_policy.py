@@ -28,9 +28,9 @@ HOOKS = {
     "hwrl_train_engine": "settings options backend group",
 }
 METHODS = """abort_process_group allocating await_work comm_library create_process_group current_index current_stream
-device device_count device_module device_uuid devices empty_cache event export_memory library_timeout memory_info
-open_memory peak_flops pinned_empty range register_host_memory require rng_state seed set_device set_rng_state stream
-supports synchronize unregister_host_memory varlen_attention why_no_device"""
+device device_count device_module device_uuid devices empty_cache event export_memory group_library library_timeout
+memory_info open_memory peak_flops pinned_empty range register_host_memory require rng_state seed set_device
+set_rng_state stream supports synchronize unregister_host_memory varlen_attention why_no_device"""
 CAPABILITIES = """streams pinned_memory registered_memory memory_stats collectives comm_abort shared_device_groups
 device_ipc varlen_attention compiled_training"""
 FIELDS = {
