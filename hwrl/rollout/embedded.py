@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hwrl.discovery import backend_or_default
@@ -17,6 +18,7 @@ from hwrl.errors import EngineError
 from hwrl.interfaces import (
     MEMORY_TAGS,
     Backend,
+    Capability,
     Completion,
     GenerationRequest,
     Response,
@@ -38,6 +40,7 @@ from hwrl.rollout.checks import (
     require_same_model,
     require_weights,
 )
+from hwrl.rollout.long_rows import LongRows, divided, find_long_rows
 from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
@@ -270,12 +273,22 @@ class EmbeddedEngine(RolloutEngine):
 
     def _continue(self, running: int) -> None:
         rows = slice(0, running)
-        last = self._length[rows] - 1
-        used = int(last.max()) + 1
+        lengths = self._length[rows].cpu().numpy()
+        used, last = int(lengths.max()), self._length[rows] - 1
         tokens = self._tokens[rows].gather(1, last[:, None]).long()
         mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
         self._cache.place(rows, last[:, None], used)
-        self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
+        with divided(self.model, self._long_rows(lengths)):
+            logits = self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last))
+        self._sample(rows, logits)
+
+    def _long_rows(self, lengths: npt.NDArray[np.int64]) -> LongRows | None:
+        return find_long_rows(
+            lengths,
+            position_nbytes=self._cache.position_nbytes(),
+            launched=self._backend.supports(Capability.STREAMS).usable,
+            device=self._device,
+        )
 
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.

@@ -45,6 +45,13 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
             for content in (layer.keys[rows, :, :used_length], layer.values[rows, :, :used_length]):
                 content.copy_(content[sources])
 
+    def position_nbytes(self) -> int:
+        """Return the bytes of one position of a slot in a layer; 0 before the first forward pass."""
+        if not self.layers:
+            return 0
+        layer = self.layers[0]
+        return int(layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes)
+
     def drop(self) -> int:
         """Free the memory of all slots with their content; return its bytes. The next forward pass allocates anew."""
         nbytes: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
