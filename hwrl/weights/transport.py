@@ -53,14 +53,19 @@ class TransportSender(Protocol):
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         """Move the tensors of ``reader``, then the checksums. Raises CommError if this round is lost.
 
-        ``clock.span`` measures from the first tensor on, without the connecting before it.
+        ``clock.span`` measures from the first tensor on, without the connecting before it. Weights that can be read
+        only once come in chapters: one call for each, and ``reader.layout`` is then another than the context's.
+        Transport notes of a chapter must have been read when this returns.
         """
 
     def abort(self) -> None:
         """End all operations under way, here and at the receivers. Does not wait for them."""
 
     def end_round(self, sending: SenderRound) -> None:
-        """Let go of the round's tensors, and delete its transport notes; called once a round, however it ended."""
+        """Let go of the round's tensors, and delete its transport notes.
+
+        Called at the end of the round, however it ended, and after each chapter that was sent.
+        """
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Delete the store keys of past ``payloads``, except keys shared with ``kept``."""
@@ -123,12 +128,14 @@ class ReceiverContext:
 
 @dataclass(frozen=True)
 class Transport:
-    """A way for a version's bytes.
+    """A way for a version's bytes: the class of its payload, its two ends, and facts.
 
-    ``keeps_versions`` False: all receivers take part in each transfer, and commit together. True: a version is stored
-    whole, the sender goes on, and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout
-    that packs every tensor smaller than a slab. ``several_senders``: the ends can
-    divide the slabs among senders. ``stage`` is the name of ``send`` and ``receive`` in reports.
+    Code that treats transports differently reads these facts, and never a transport's name. ``keeps_versions`` False:
+    all receivers take part in each transfer, and commit together. True: a version is stored whole, the sender goes on,
+    and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout that packs every tensor
+    smaller than a slab. ``several_senders``: the ends can divide the slabs among senders. ``across_machines``: the ends
+    may be on different machines. ``forms_groups``: both ends join a process group. ``lends_device_memory``: receivers
+    open memory of the sender's device. ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
     payload: type[TransportPayload]
@@ -137,6 +144,9 @@ class Transport:
     keeps_versions: bool = False
     packs_large_tensors: bool = False
     several_senders: bool = False
+    across_machines: bool = False
+    forms_groups: bool = False
+    lends_device_memory: bool = False
     stage: str = "wire"
 
 
@@ -235,7 +245,8 @@ class SenderRound:
 
         late: Sequence[int] = ()
         for late in self._look(missing, timeout_s):
-            if late and (self.gone() or any(self._channel.vote(self.proposal, member) for member in late)):
+            stopped = late and (self.gone() or any(self._channel.vote(self.proposal, member) for member in late))
+            if stopped and missing(late, 0.0):  # a receiver may have written the note, and then its vote
                 raise CommError(
                     "a receiver stopped reading",
                     why=f"one of {late} left or failed before it wrote {key!r}",

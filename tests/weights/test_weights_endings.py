@@ -12,7 +12,9 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import ReceiverTiming, WeightSource
-from hwrl.weights.control import Note, Start
+from hwrl.weights.control import Note, Start, Vote, VoteKind
+from hwrl.weights.membership import Membership
+from hwrl.weights.transport import SenderRound
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
 from tests.support.weight_link import (
@@ -200,3 +202,23 @@ def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Stor
 def test_a_timeout_that_cannot_work_is_refused(store: Store, timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="timeout_s="):
         sender_of(store, timeout_s=timeout_s)
+
+
+class _VotesMeanwhile(Membership):
+    """While the sender looks who has left, a receiver writes its last note and votes."""
+
+    def refresh(self) -> None:
+        super().refresh()
+        proposal = self._channel.proposal(self._channel.newest())
+        assert proposal is not None
+        (member,) = proposal.to
+        self._channel.put_transport_note(proposal, "read", "", member=member)
+        self._channel.cast_vote(proposal, member, Vote(VoteKind.WHOLE))
+
+
+def test_a_receiver_that_has_read_all_and_voted_has_not_stopped_reading(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel = channel_of(store)
+        sending = SenderRound(newest_proposal(store), channel, _VotesMeanwhile(channel))
+        sending.wait_for_all("read", timeout_s=SOON_S)

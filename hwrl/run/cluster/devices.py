@@ -22,6 +22,7 @@ from hwrl.run.cluster.placement import (
     ProcessDevices,
     Reservation,
     choose_senders,
+    facts_of,
     has_devices,
     machine_devices,
     number_by_machine,
@@ -66,7 +67,8 @@ class RunDevices:
         self._reports = DeviceReports([*self.ranks, *self.replicas])
         self._driver_env = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
         self._opens: tuple[int, ...] = ()
-        if self.plan.transport == "ipc":
+        self._transport = facts_of(self.plan.transport)
+        if self._transport.lends_device_memory:
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
         # On several machines a group says where each process will be.
         together = config.rollout.tensor_parallel > 1 or (divided and not one_machine)
@@ -167,7 +169,7 @@ class RunDevices:
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
         variables = process_env(
             "trainer" if process in self.ranks else "rollout",
-            exports_memory=process in self.ranks and self.plan.transport == "ipc",
+            exports_memory=process in self.ranks and self._transport.lends_device_memory,
             shares_device=self.plan.assignment.shared,
             devices=self.devices_of(process).indices,
         )
@@ -188,7 +190,7 @@ class RunDevices:
         """Return Ray's options for a replica that joined the run."""
         if is_local():
             return options if self._divided else {"num_cpus": 0}  # the host's cores serve all processes
-        if self.plan.transport == "device" or self._only_node is None:
+        if self._transport.across_machines or self._only_node is None:
             return options
         return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._only_node, soft=False)}
 

@@ -19,7 +19,7 @@ from hwrl.interfaces import Backend, Capability, DeviceMap, Support
 from hwrl.run.config import Config
 
 if TYPE_CHECKING:
-    from hwrl.weights import TransportName
+    from hwrl.weights import Transport, TransportName
 
 _UNITS = 10_000
 """The parts of a device in which Ray counts shares."""
@@ -178,7 +178,7 @@ def choose_senders(
     Raises ConfigError if the ``setting`` asks for several senders, and the transport has one.
     """
     if setting != "auto":
-        if setting > 1 and transport != "device":
+        if setting > 1 and not facts_of(transport).several_senders:
             raise ConfigError(
                 f"weights.senders={setting} is not possible here",
                 why=f"weights travel by {transport}, and with it rank 0 alone sends",
@@ -187,7 +187,7 @@ def choose_senders(
         return setting, f"weights.senders={setting}"
     if ranks == 1:
         return 1, "the trainer has one rank"
-    if transport != "device":
+    if not facts_of(transport).several_senders:
         return 1, f"weights travel by {transport}"
     if machines is None:
         return 1, "the processes' machines are not known"
@@ -199,6 +199,13 @@ def choose_senders(
     widest = max(Counter(machines.receivers).values())  # a machine takes in each byte once, by all its adapters
     most = min(ranks, widest, _MOST_SENDERS)
     return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
+
+
+def facts_of(transport: TransportName) -> Transport:
+    """Return the transport of this name, for its facts. Imports torch."""
+    from hwrl.weights import TRANSPORTS
+
+    return TRANSPORTS[transport]
 
 
 def _not_across_machines(why: str) -> ConfigError:

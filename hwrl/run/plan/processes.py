@@ -28,7 +28,7 @@ from hwrl.run.processes.settings import compute_dtype, critic_settings, engine_s
 from hwrl.saved_names import saved_weights
 from hwrl.train import add_in_turns, certain_fsdp_memory, fsdp_memory, reference_memory
 from hwrl.train.activations import reserve_nbytes
-from hwrl.weights import TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
+from hwrl.weights import TRANSPORTS, TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
 
 CONTEXT_NBYTES = 1 << 30
 """The device's context of a process, and the buffers of its libraries: an estimate."""
@@ -37,7 +37,7 @@ IMPORTS_NBYTES = 3 << 29
 LINK_CAUSES = ("sender: ", "receiver: ")
 """How the names of causes begin that a weight link has, with any engine."""
 _VERSIONS = 3
-"""The versions that the host transport keeps."""
+"""The versions that a transport keeps, if it keeps any."""
 
 
 def longest_pass(config: Config) -> int:
@@ -72,7 +72,7 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     layout = sent_layout(config)
     sending = sender_nbytes(layout, gathers=ranks > 1)
     causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
-    if transport == "host":
+    if TRANSPORTS[transport].keeps_versions:
         stored = _VERSIONS * layout.nbytes
         causes.append(MemoryCause(f"{_VERSIONS} stored versions of the weights", stored, "host", certain=False))
     if config.checkpoint.async_save:

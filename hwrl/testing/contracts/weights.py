@@ -14,7 +14,7 @@ from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.levels import Level
 from hwrl.testing.processes import run_processes
 from hwrl.testing.subject import Subject
-from hwrl.weights import WeightReceiver, WeightSender, with_transport
+from hwrl.weights import TRANSPORTS, WeightReceiver, WeightSender, with_transport
 
 _VERSIONS = (1, 2, 3)
 _PLACES = ("apart", "in place")
@@ -48,17 +48,18 @@ class WeightsContract(TransportContract):
 
     level = Level.ROLLOUT
 
-    @pytest.fixture(params=["device", "ipc", "host"])
+    @pytest.fixture(params=list(TRANSPORTS))
     def transport(self, request: pytest.FixtureRequest) -> str:
         """The name of the transport."""
         return str(request.param)
 
 
 def need_transport(backend: Backend, transport: str) -> None:
-    """Skip the test if the backend lacks what the built-in ``transport`` needs."""
-    if transport == "device":
+    """Skip the test if the backend lacks what ``transport`` needs."""
+    facts = with_transport(transport)[transport]
+    if facts.forms_groups:
         need_two_ranks(backend)
-    if transport == "ipc":
+    if facts.lends_device_memory:
         need(backend, Capability.DEVICE_IPC)
 
 

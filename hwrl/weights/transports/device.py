@@ -280,4 +280,6 @@ def _payload(proposal: Proposal) -> DevicePayload:
     return proposal.payload
 
 
-DEVICE = Transport(DevicePayload, DeviceSender, DeviceReceiver, several_senders=True)
+DEVICE = Transport(
+    DevicePayload, DeviceSender, DeviceReceiver, several_senders=True, across_machines=True, forms_groups=True
+)

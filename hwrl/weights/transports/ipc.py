@@ -368,4 +368,4 @@ def _unreadable(why: str) -> TransferFailedError:
 
 
 # Each tensor that is sent in place is a memory to open, so all tensors that fit into a slab are packed.
-IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True)
+IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True, lends_device_memory=True)
