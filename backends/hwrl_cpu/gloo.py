@@ -34,7 +34,7 @@ CHECKED = "hwrl_gloo"
 
 Address: TypeAlias = tuple[str, int]
 Addresses: TypeAlias = frozenset[Address]
-Link: TypeAlias = tuple[Address, Address]
+GlooLink: TypeAlias = tuple[Address, Address]
 """A connection: the address of this process's end, then the peer's."""
 
 _Read = TypeVar("_Read")
@@ -114,7 +114,7 @@ def _refuse_strangers(store: Store, addresses: Addresses, *, rank: int, size: in
     if missing:
         raise CommTimeoutError(
             "cannot make a process group",
-            why=f"it is connected, and within {timeout_s:g} s these ranks did not say with whom: {', '.join(missing)}",
+            why=f"within {timeout_s:g} s these ranks did not report their connections: {', '.join(missing)}",
             fix="look at those processes' logs",
         )
     links = {link for key in keys for link in _read(store.get(key), _link)}
@@ -129,7 +129,7 @@ def _refuse_strangers(store: Store, addresses: Addresses, *, rank: int, size: in
         )
 
 
-def _links(addresses: Addresses) -> Iterator[Link]:
+def _links(addresses: Addresses) -> Iterator[GlooLink]:
     """Yield this process's connections to and from ``addresses``."""
     for _, mine in process_sockets():
         with contextlib.suppress(OSError):  # it listens, or was closed meanwhile
@@ -198,7 +198,7 @@ def _address(found: Any) -> Address:
     return str(host), int(port)
 
 
-def _link(found: Any) -> Link:
+def _link(found: Any) -> GlooLink:
     mine, peer = found
     return _address(mine), _address(peer)
 
