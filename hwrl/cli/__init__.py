@@ -21,7 +21,7 @@ _EXTRA_OF = dict.fromkeys(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
     try:
-        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        args = parse(list(sys.argv[1:] if argv is None else argv))
         status: int = args.run(args)
     except HwrlError as error:
         print(f"hwrl: {type(error).__name__}: {with_notes(error)}", file=sys.stderr)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments. ``overrides`` of a command may stand before and after its options."""
     if not words:
         _parser(None).print_help(sys.stderr)

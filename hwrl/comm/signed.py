@@ -85,7 +85,7 @@ def new_key(random: str) -> str:
     """
     if os.environ.get(_OPEN_VARIABLE) == "1":
         return _OPEN
-    why = _why_open()
+    why = why_open()
     if why is None:
         return random
     raise CommError(
@@ -97,7 +97,7 @@ def new_key(random: str) -> str:
 
 
 @functools.cache
-def _why_open() -> str | None:
+def why_open() -> str | None:
     """Return why this kernel does not close stores, None if it does. Blocks for 50 ms, once in a process."""
     with socket.socket() as listener, socket.socket() as stranger:
         listener.bind(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.comm import serve_store, store_address
     from hwrl.testing import run_processes
 
-    _require_devices(get_backend(), args.ranks)
+    require_devices(get_backend(), args.ranks)
     with tempfile.TemporaryDirectory(prefix="hwrl-bench-") as place:
         directory, bare = Path(place) / "model", Path(place) / "configuration"
         bare.mkdir()
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_devices(backend: Backend, ranks: int) -> None:
+def require_devices(backend: Backend, ranks: int) -> None:
     """Raise ConfigError if the backend's collectives need a device for each of ``ranks`` and there are fewer."""
     count = backend.device_count()
     sharing = backend.supports(Capability.SHARED_DEVICE_GROUPS)

@@ -127,7 +127,7 @@ def test_a_crowd_of_members_joins_at_once() -> None:
 
 
 def test_a_kernel_without_signatures_is_an_error_unless_the_user_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    signed._why_open.cache_clear()
+    signed.why_open.cache_clear()
     monkeypatch.setattr(signed, "_TCP_MD5SIG_EXT", 250)
     try:
         with pytest.raises(CommError, match=r"closed to strangers[\s\S]*HWRL_OPEN_STORE=1"):
@@ -137,7 +137,7 @@ def test_a_kernel_without_signatures_is_an_error_unless_the_user_accepts_it(monk
         connect_store(store_address(store)).set("key", "value")
         assert store.get("key") == b"value"
     finally:
-        signed._why_open.cache_clear()
+        signed.why_open.cache_clear()
 
 
 def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:

@@ -214,7 +214,7 @@ def check_command(words: list[str], tmp_path: Path) -> None:
     """Raise an error, or SystemExit, if the command is hwrl's and would be refused before it does anything."""
     program, *rest = words
     if program.split("/")[-1] == "hwrl":
-        args = hwrl.cli._parse(rest)
+        args = hwrl.cli.parse(rest)
         if "overrides" in args:
             check_config(tmp_path, {}, args.overrides)
     elif program == "make":

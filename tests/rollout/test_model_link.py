@@ -24,6 +24,7 @@ from hwrl.rollout import (
     RetryingReceiver,
     require_held,
 )
+from hwrl.saved_names import saved_weights
 from hwrl.weights import (
     POLICY,
     CopyRule,
@@ -249,7 +250,7 @@ def test_an_engine_with_an_adapter_receives_its_base(store: Any) -> None:
         report = replica.during(functools.partial(trainer.publish, version))
         assert report.plan.sends_base == (version == 1)
         assert (replica.engine.version, replica.engine.base) == (version, BASE)
-    own = replica.engine._base
+    own = saved_weights(replica.engine.model)[0]
     assert all(torch.equal(own[name], tensor) for name, tensor in trainer.base.items())
     assert replica.updater.totals()["base_loads"] == 1
     trainer.sender.close()

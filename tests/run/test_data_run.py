@@ -50,7 +50,7 @@ def test_a_mixture_is_trained_and_a_dead_replica_costs_an_evaluation_nothing(
         "eval.temperature=1",
         "goals={eval/easy/pass@4: 0, eval/hard/rewrad: 0}",
     )
-    run._wait_for((demo / "evaluating").exists, 240.0, "evaluation")
+    run.wait_until((demo / "evaluating").exists, 240.0, "evaluation")
     assert run.kill("ray::RolloutActor", at_most=1) == 1
     run.wait_for_output("a new replica starts")
     (demo / "go").touch()

@@ -10,7 +10,8 @@ import pytest
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import LoraSettings
 from hwrl.rollout import AdapterUpdater, EngineModels, ModelUpdater, ReceivedModels
-from hwrl.run.processes.build import _build_updater
+from hwrl.run.processes.build import build_model_link, build_updater
+from hwrl.weights import POLICY, POLICY_BASE
 from tests.support.scripted_rollout import CountingEngine
 
 
@@ -33,8 +34,9 @@ def test_the_engine_receives_itself_if_it_can_and_the_old_version_need_not_stay(
     store, engine = serve_store(), CountingEngine()
     engine.receivers = receivers
     config = config_of(keep_old_version=keep_old_version, lora=lora)
-    updater = _build_updater(config, engine, store_address=store_address(store), replica="r0")
+    updater = build_updater(config, engine, store_address=store_address(store), replica="r0")
     assert type(updater) is (ModelUpdater if lora is None else AdapterUpdater)
-    made: Any = vars(updater)["_link" if lora is None else "_base_link"]
+    name = POLICY if lora is None else POLICY_BASE
+    made = build_model_link(config, engine, name=name, store_address=store_address(store), replica="r1")
     assert type(made) is link
     made.close()

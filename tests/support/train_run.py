@@ -70,15 +70,15 @@ class Run:
 
     def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
         """Return when ``step`` is in the metrics. Fails if the run ends first."""
-        self._wait_for(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
+        self.wait_until(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
 
     def wait_for_checkpoint(self, step: int, *, timeout_s: float = 240.0) -> None:
         """Return when the checkpoint of ``step`` is complete. Fails if the run ends first."""
         manifest = self.directory / "checkpoints" / f"global_step_{step}" / "MANIFEST.json"
-        self._wait_for(manifest.exists, timeout_s, f"checkpoint of step {step}")
+        self.wait_until(manifest.exists, timeout_s, f"checkpoint of step {step}")
 
     def wait_for_output(self, text: str, *, timeout_s: float = 120.0) -> None:
-        self._wait_for(lambda: text in self.output(), timeout_s, repr(text))
+        self.wait_until(lambda: text in self.output(), timeout_s, repr(text))
 
     def processes(self, title: str) -> list[int]:
         """Return the run's processes with a command line that begins with ``title``."""
@@ -126,7 +126,7 @@ class Run:
         self.process.wait(10)
         self._log.close()
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float, event: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, event: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended before {event}:\n{self.output()}"

@@ -24,7 +24,7 @@ from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Backend
 from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject
 from hwrl.testing.conformance import run_kit
-from hwrl.testing.contracts.transfers import _in_thread
+from hwrl.testing.contracts.transfers import in_daemon_thread
 from tests.support.faulty_packages import installed
 
 FAULTS = {
@@ -212,7 +212,7 @@ def test_the_badge_of_a_failure_says_so(tmp_path: Path) -> None:
 
 def test_a_receive_without_an_end_does_not_keep_the_kit_alive() -> None:
     ended, before = threading.Event(), set(threading.enumerate())  # an earlier check may have left one
-    waiting = _in_thread(ended.wait)
+    waiting = in_daemon_thread(ended.wait)
     (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "hwrl-kit-receive")
     assert thread.daemon, "the interpreter would wait for it"
     ended.set()

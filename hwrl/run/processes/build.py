@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import transformers.modeling_utils  # noqa: F401 - every model imports it; here it belongs to the process's large imports
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.comm import Comm, Group, PrefixStore, Store, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
@@ -88,7 +89,7 @@ def build_rollouter(
         after_an_error.callback(engine.close)
         prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
-        weights = _build_updater(config, engine, store_address=store_address, replica=replica)
+        weights = build_updater(config, engine, store_address=store_address, replica=replica)
         rollouter = Rollouter(
             engine,
             ledger=ledger,
@@ -160,33 +161,40 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
     )
 
 
-def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
-    store = connect_store(store_address)
-
-    timeout_s = _transfer_timeout_s(config)
-
-    def connect(name: str = POLICY, *, newest: bool = True) -> RetryingReceiver:
-        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-        return RetryingReceiver(receiver, timeout_s=timeout_s)
-
-    def connect_models(name: str = POLICY_BASE, *, newest: bool = True) -> ModelLink:
-        once = name == POLICY_BASE
-        if config.weights.keep_old_version or not engine.receivers:
-            return ReceivedModels(engine, connect(name, newest=newest), as_base=once)
-        return EngineModels(
-            engine,
-            store,
-            address=store_address,
-            name=name,
-            replica=replica,
-            timeout_s=timeout_s,
-            newest=newest,
-            once=once,
-        )
-
+def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
+    """Return what brings the weights of the run's link into ``engine``: models, or a base and its adapters."""
     if config.model.lora is None:
-        return ModelUpdater(connect_models(POLICY))
-    return AdapterUpdater(engine, connect=connect, connect_base=connect_models)
+        return ModelUpdater(build_model_link(config, engine, name=POLICY, store_address=store_address, replica=replica))
+    connect = functools.partial(_build_receiver, config, connect_store(store_address), name=POLICY, replica=replica)
+    connect_base = functools.partial(
+        build_model_link, config, engine, name=POLICY_BASE, store_address=store_address, replica=replica
+    )
+    return AdapterUpdater(engine, connect=connect, connect_base=connect_base)
+
+
+def build_model_link(
+    config: Config, engine: RolloutEngine, *, name: str, store_address: str, replica: str, newest: bool = True
+) -> ModelLink:
+    """Return a link of whole models: the engine receives them itself if it can, and need not keep the old version."""
+    store, once = connect_store(store_address), name == POLICY_BASE
+    if config.weights.keep_old_version or not engine.receivers:
+        receiver = _build_receiver(config, store, name=name, replica=replica, newest=newest)
+        return ReceivedModels(engine, receiver, as_base=once)
+    return EngineModels(
+        engine,
+        store,
+        address=store_address,
+        name=name,
+        replica=replica,
+        timeout_s=_transfer_timeout_s(config),
+        newest=newest,
+        once=once,
+    )
+
+
+def _build_receiver(config: Config, store: Store, *, name: str, replica: str, newest: bool = True) -> RetryingReceiver:
+    receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
+    return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
 
 
 def _transfer_timeout_s(config: Config) -> float:

@@ -151,7 +151,7 @@ class TransferLink:
 
     def exchange(self, version: int, receivers: list[WeightReceiver]) -> dict[str, torch.Tensor]:
         """Publish ``version``; every receiver must commit it. Return the first one's tensors."""
-        waiting = [_in_thread(_receive_or_leave, receiver) for receiver in receivers]
+        waiting = [in_daemon_thread(_receive_or_leave, receiver) for receiver in receivers]
         report = self.publish(version)
         try:
             received = [one.result(_WAIT_S) for one in waiting]
@@ -171,7 +171,7 @@ class TransferLink:
             except HwrlError as error:
                 return error
 
-        return _in_thread(receive)
+        return in_daemon_thread(receive)
 
     def publish(self, version: int, *, fails_at: int | None = None) -> Any:
         """Publish tensors that are made while they are read; reading raises ZeroDivisionError at one of them."""
@@ -196,7 +196,7 @@ class TransferLink:
             yield f"tensor.{number}", tensor
 
 
-def _in_thread(call: Callable[..., _CallResultT], *args: Any) -> Future[_CallResultT]:
+def in_daemon_thread(call: Callable[..., _CallResultT], *args: Any) -> Future[_CallResultT]:
     """Run ``call`` in a daemon thread: a receive without an end must not keep the process alive."""
     result: Future[_CallResultT] = Future()
 

@@ -8,7 +8,7 @@ import pytest
 from hwrl.cli import main
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Capability, Support
-from hwrl_bench.load import _require_devices
+from hwrl_bench.load import require_devices
 from hwrl_cpu import INFO, CpuBackend
 
 
@@ -34,7 +34,7 @@ class OneDevice(CpuBackend):
 
 
 def test_more_ranks_than_devices_are_refused_at_once() -> None:
-    _require_devices(OneDevice(INFO), 1)
-    _require_devices(CpuBackend(INFO), 4)
+    require_devices(OneDevice(INFO), 1)
+    require_devices(CpuBackend(INFO), 4)
     with pytest.raises(ConfigError, match=r"--ranks=4 (.|\n)*a rank takes a whole device(.|\n)*--ranks 1 or fewer"):
-        _require_devices(OneDevice(INFO), 4)
+        require_devices(OneDevice(INFO), 4)

@@ -282,7 +282,7 @@ def test_the_job_of_kuberay_runs_hwrl_closed_to_others_with_shared_files() -> No
     spec = load("rayjob.yaml")["spec"]
     cluster = spec["rayClusterSpec"]
     program, *words = shlex.split(spec["entrypoint"])
-    assert program == "hwrl" and "resume=true" in hwrl.cli._parse(words).overrides
+    assert program == "hwrl" and "resume=true" in hwrl.cli.parse(words).overrides
     assert cluster["authOptions"] == {"mode": "token"}
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
