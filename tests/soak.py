@@ -220,7 +220,7 @@ def _await_all(sender: WeightSender, receivers: Receivers, version: int) -> None
     while lacking := receivers.lacking(version):
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{lacking} have no version {version} after {_ACK_S:g} s")
-        if sender.joiners():
+        if sender.new_receivers():
             sender.publish(version, list(model_of(version)))
         time.sleep(0.001)
 

@@ -94,7 +94,7 @@ class EmbeddedEngine(RolloutEngine):
         self.model = model.eval()
         self._backend = backend_or_default(backend)
         self._base, self._adapter = saved_weights(model)
-        self._receiver = EngineReceiver(0, backend=self._backend, place=self._place)
+        self._receiver = EngineReceiver(0, backend=self._backend, make_destination=self._make_destination)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake
         self._device = next(model.parameters()).device
@@ -200,7 +200,7 @@ class EmbeddedEngine(RolloutEngine):
         self._copy(given, self._adapter)
         self.version = version
 
-    def _place(self, layout: WeightLayout) -> Destination:
+    def _make_destination(self, layout: WeightLayout) -> Destination:
         return Scattered(layout, whole_rules(layout, self._base), backend=self._backend)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _StateDict) -> _StateDict:

@@ -169,8 +169,8 @@ class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
     async def stream(self, *, timeout_s: float = 60.0) -> AsyncIterator[NamedTensor]:
         """Yield the newest version's tensors as they come; see :class:`~hwrl.weights.IncomingVersion`.
 
-        The verdict is the iterator's end, or its error. Close an iterator that is not read to its end (``aclose``): it
-        ends the receive then, as cancelling a wait for the next tensor does.
+        The iterator ends when the version is committed, and raises an error if it is not. Close an iterator that is not
+        read to its end (``aclose``): this ends the receive, as cancelling a wait for the next tensor does.
         """
         incoming = await self._thread.run(self.receiver.stream, timeout_s=timeout_s)
         try:

@@ -38,14 +38,14 @@ class Taken(NamedTuple):
 
 
 class EngineReceiver:
-    """Takes the offers for receiver number ``number`` of an engine, into the destination that ``place`` makes.
+    """Takes the offers for receiver number ``number`` of an engine, into the destination of ``make_destination``.
 
     The engine's process finds the offers and is the link's member; this may live in another process, on the worker's
     device. It connects with a link's store at the first offer. Used from one thread.
     """
 
-    def __init__(self, number: int, *, backend: Backend, place: DestinationFactory) -> None:
-        self._number, self._backend, self._place = number, backend, place
+    def __init__(self, number: int, *, backend: Backend, make_destination: DestinationFactory) -> None:
+        self._number, self._backend, self._make_destination = number, backend, make_destination
         self._stores: dict[str, Store] = {}
         self._intakes: dict[tuple[str, str], WeightIntake] = {}
 
@@ -101,6 +101,10 @@ class EngineReceiver:
             store = self._stores.get(offer.store) or connect_store(offer.store)
             self._stores[offer.store] = store
             self._intakes[key] = WeightIntake(
-                store, name=offer.link, backend=self._backend, place=self._place, timing=ReceiverTiming()
+                store,
+                name=offer.link,
+                backend=self._backend,
+                make_destination=self._make_destination,
+                timing=ReceiverTiming(),
             )
         return self._intakes[key]

@@ -27,7 +27,7 @@ from hwrl.weights.transports import TRANSPORTS
 
 
 class WeightIntake:
-    """Takes versions of the link ``name`` into the destination that ``place`` makes for their layout.
+    """Takes versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
 
     It is no member of the link: the caller gives the member's number with each proposal
     (:class:`~hwrl.weights.LinkMembers`). At most ``slabs`` slabs are under way at once. Used from one thread, on one
@@ -40,7 +40,7 @@ class WeightIntake:
         *,
         name: str,
         backend: Backend,
-        place: DestinationFactory,
+        make_destination: DestinationFactory,
         slabs: int = 8,
         timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
@@ -49,7 +49,7 @@ class WeightIntake:
         self._cancellation = cancellation or Cancellation()
         payloads = {key: transport.payload for key, transport in transports.items()}
         self._channel = ControlChannel(store, name=name, payloads=payloads)
-        self._backend, self._place, self._slabs = backend, place, slabs
+        self._backend, self._make_destination, self._slabs = backend, make_destination, slabs
         self._timing, self._transports = timing, transports
         self._ends: dict[str, TransportReceiver] = {}
         self._prepared: tuple[WeightLayout, ChapteredDestination, Checksums] | None = None
@@ -120,7 +120,7 @@ class WeightIntake:
         if self._prepared is None or self._prepared[0].hash != proposal.layout:
             self._prepared = None  # its memory is free before the next is taken
             layout = self._channel.layout(proposal)
-            destination = ChapteredDestination(layout, self._place(layout), self._place)
+            destination = ChapteredDestination(layout, self._make_destination(layout), self._make_destination)
             self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
         return self._prepared
 

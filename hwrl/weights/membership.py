@@ -89,7 +89,7 @@ class Membership:
             self.exclude(members, why)
             return members
 
-    def unserved(self) -> tuple[str, ...]:
+    def new_receivers(self) -> tuple[str, ...]:
         """Return the replica names of the members that have committed no version of this sender."""
         with self._lock:
             return tuple(name for member, name in self.members.items() if member not in self.served)
@@ -109,7 +109,7 @@ class Membership:
         with self._lock:
             return sum(found == content for found in self.served.values())
 
-    def newcomers(self, members: Collection[int]) -> set[int]:
+    def new_among(self, members: Collection[int]) -> set[int]:
         """Return those of ``members`` that have committed nothing; none as long as no member at all has."""
         with self._lock:
             return {member for member in members if member not in self.served} if self.served else set()

@@ -78,7 +78,7 @@ class PolicySender:
             return SyncPlan("full", "the whole model is trained")
         if self._base_sender is None:
             return SyncPlan("base + adapter", "always_base is set")
-        lacking = self._base_sender.joiners()
+        lacking = self._base_sender.new_receivers()
         if lacking:
             return SyncPlan("base + adapter", f"not held by {', '.join(lacking)}")
         if self._base_sender.keeps_versions and self._base_sender.version is None:
@@ -104,9 +104,9 @@ class PolicySender:
         sent = self._policy_sender.publish(version, adapter, metadata)
         return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
 
-    def joiners(self) -> tuple[str, ...]:
-        """Return the replicas that joined POLICY and have no version from this sender; :meth:`WeightSender.joiners`."""
-        return self._policy_sender.joiners()
+    def new_receivers(self) -> tuple[str, ...]:
+        """Return the new receivers of POLICY; see :meth:`WeightSender.new_receivers`."""
+        return self._policy_sender.new_receivers()
 
     def close(self) -> None:
         """Close the links."""

@@ -93,9 +93,11 @@ class WeightReceiver:
         self.replica, self.version = replica, None
         self._keeps_old = into is None and loader is None
         self._cancellation = Cancellation()
-        place = _place(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
+        make_destination = _destination_factory(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
         waiting: dict[str, Any] = {"timing": timing, "transports": transports, "cancellation": self._cancellation}
-        self._intake = WeightIntake(store, name=name, backend=backend, place=place, slabs=slabs, **waiting)
+        self._intake = WeightIntake(
+            store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
+        )
         self._members = LinkMembers(store, name=name, replicas=[replica], newest=newest, **waiting)
         self._taking = False  # in a transfer
         self._took_part = False  # in a proposal, during this receive
@@ -227,7 +229,7 @@ class WeightReceiver:
             self._taking = False
 
 
-def _place(
+def _destination_factory(
     into: Mapping[str, torch.Tensor] | None,
     loader: TensorLoader | None,
     backend: Backend,
@@ -239,7 +241,7 @@ def _place(
     if into is not None and loader is not None:
         raise ConfigError("a receiver has one place", why="`into` and `loader` were given", fix="give one of them")
 
-    def place(layout: WeightLayout) -> Destination:
+    def make_destination(layout: WeightLayout) -> Destination:
         if into is not None:
             return Scattered.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
         if loader is not None:
@@ -248,4 +250,4 @@ def _place(
             return TensorStream(layout, loader, backend=backend, slots=slots)
         return TwoVersions(layout, backend=backend)
 
-    return place
+    return make_destination

@@ -21,7 +21,7 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource, drain
-from hwrl.weights.transaction import WHY_CHARACTERS, Offer, SenderLink
+from hwrl.weights.transaction import WHY_CHARACTERS, OutgoingVersion, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
 
@@ -132,7 +132,7 @@ class WeightSender:
                 self._check_choice(to)
                 source = self._source_of(weights)
                 link = self._link_for(source)
-            outcome = link.commit(Offer(version, content, checked_metadata(metadata), source, to), clock)
+            outcome = link.commit(OutgoingVersion(version, content, checked_metadata(metadata), source, to), clock)
         except BaseException as exc:
             self._abandon(version, exc, content=content, to=to, before=shown)
             raise
@@ -143,7 +143,7 @@ class WeightSender:
         nbytes = link.layout.payload_nbytes
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
-    def joiners(self) -> tuple[str, ...]:
+    def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that joined and have committed no version from this sender since; cheap.
 
         A receiver with an older version of this sender is not among them. They get a version by the next ``publish``,
@@ -151,7 +151,7 @@ class WeightSender:
         versions without the sender.
         """
         self._membership.refresh()
-        return () if self.keeps_versions else self._membership.unserved()
+        return () if self.keeps_versions else self._membership.new_receivers()
 
     def remove(self, *replicas: str, why: str = "the sender's owner removed it") -> None:
         """Remove receivers from the link: no publish waits for them from now on. Another thread may publish meanwhile.

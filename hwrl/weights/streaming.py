@@ -20,19 +20,19 @@ _TIMING = ReceiverTiming()
 
 
 class IncomingVersion:
-    """A version on its way: an iterator of names and tensors, and a context manager. The verdict comes last.
+    """A version on its way: an iterator of names and tensors, and a context manager. The decision comes last.
 
     The tensors are the caller's to keep, and never overwritten. They come in the order of the slabs. Iteration ends
     when the version is committed. It raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive` if it is not:
     the tensors that came are then no version. If a transfer is repeated, for a lost receiver for example, all tensors
     come again; ``attempts`` counts.
 
-    Leaving the context reads the rest and the verdict. Leaving it by an exception ends the receive.
+    Leaving the context reads the rest and waits for the decision. Leaving it by an exception ends the receive.
     """
 
     def __init__(self, receiver: WeightReceiver, handover: Handover, *, backend: Backend, timeout_s: float) -> None:
         self.received: Received | None = None
-        """The committed version, without tensors; None before the verdict."""
+        """The committed version, without tensors; None before the decision."""
         self._receiver, self._handover, self._timeout_s = receiver, handover, timeout_s
         self._error: BaseException | None = None
         self._cancelled = False
@@ -70,7 +70,7 @@ class IncomingVersion:
                 pass
 
     def cancel(self) -> None:
-        """End the receive soon; any thread may call this. Does nothing after the verdict."""
+        """End the receive soon; any thread may call this. Does nothing after the decision."""
         self._handover.close()
         if self._thread.is_alive():
             self._cancelled = True
@@ -100,7 +100,7 @@ class StreamReceiver:
 
     It holds a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, the tensors that have come in part, and the
     tensors of one slab until the caller takes them. The caller's old version is lost when tensors begin to come:
-    :attr:`version` is None until the verdict. While the caller does not iterate, the sender waits, at most its
+    :attr:`version` is None until the decision. While the caller does not iterate, the sender waits, at most its
     ``timeout_s``. Parameters and use are those of :class:`~hwrl.weights.WeightReceiver`.
     """
 
@@ -137,7 +137,7 @@ class StreamReceiver:
 
     @property
     def version(self) -> int | None:
-        """The version whose verdict was good; None before the first, from a transfer's beginning, and if it failed."""
+        """The version that was committed; None before the first, while tensors come, and after a failed transfer."""
         return self._receiver.version
 
     def stream(self, *, timeout_s: float = 60.0) -> IncomingVersion:

@@ -40,7 +40,7 @@ WHY_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Offer:
+class OutgoingVersion:
     """A version to send. ``content`` numbers its tensors: a receiver with the newest content is not sent it again.
 
     ``to`` names the receivers, None: all that have joined.
@@ -109,13 +109,13 @@ class SenderLink:
         self.layout, self.is_planned = self.plan(source.metadata()), source.chapters is None
         self.channel.put_layout(self.layout)
 
-    def commit(self, offer: Offer, clock: StageClock) -> CommitOutcome:
-        """Bring ``offer`` to its receivers, as the transport does it."""
+    def commit(self, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
+        """Bring ``outgoing`` to its receivers, as the transport does it."""
         if self.transport.keeps_versions:
-            return store_version(self, offer, clock)
-        outcome, chapters = Transaction(self, offer, clock).run(), offer.source.chapters
+            return store_version(self, outgoing, clock)
+        outcome, chapters = Transaction(self, outgoing, clock).run(), outgoing.source.chapters
         if chapters is not None and chapters.ended:  # all tensors are known now
-            self.plan_again(WeightSource(chapters.metadata, offer.source.read))
+            self.plan_again(WeightSource(chapters.metadata, outgoing.source.read))
         return outcome
 
     def stop_sending_to(self, members: Collection[int]) -> None:
@@ -124,22 +124,22 @@ class SenderLink:
             self.end.abort()  # again and again: it may be about to connect
             time.sleep(_STOP_S)
 
-    def draft(self, offer: Offer, to: Sequence[int], clock: StageClock) -> Proposal:
+    def draft(self, outgoing: OutgoingVersion, to: Sequence[int], clock: StageClock) -> Proposal:
         """Return the next proposal; receivers cannot see it yet."""
         number = self.channel.reserve_number()
         return Proposal(
             number=number,
             epoch=self.epoch,
-            version=offer.version,
+            version=outgoing.version,
             transport=self._name,
             layout=self.layout.hash,
             to=tuple(to),
             timeout_s=self.limits.timeout_s,
             last_stored_number=0 if self.stored is None else self.stored.number,
-            metadata=offer.metadata,
+            metadata=outgoing.metadata,
             payload=self.end.open(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
-            chapters=int(offer.source.chapters is not None),
+            chapters=int(outgoing.source.chapters is not None),
         )
 
     def reader(self, proposal: Proposal, source: WeightSource) -> TensorReader:
@@ -181,18 +181,18 @@ class SenderLink:
         self.end.close()
 
 
-def store_version(link: SenderLink, offer: Offer, clock: StageClock) -> CommitOutcome:
-    """Store ``offer`` for receivers to fetch; waits for none of them and excludes none.
+def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
+    """Store ``outgoing`` for receivers to fetch; waits for none of them and excludes none.
 
     Returns how many receivers had joined. If writing fails, the version before stays.
     """
-    reader = TensorReader(link.layout, offer.source)
+    reader = TensorReader(link.layout, outgoing.source)
     try:
         with clock("gather"), torch.no_grad():
             reader.read_ahead()
         link.membership.refresh()
         receivers = len(link.membership.members)
-        proposal = link.draft(offer, (), clock)
+        proposal = link.draft(outgoing, (), clock)
         link.propose(proposal)
         sending = SenderRound(proposal, link.channel, link.membership)
         try:
@@ -215,8 +215,8 @@ class Transaction:
     "whole". Otherwise another round follows.
     """
 
-    def __init__(self, link: SenderLink, offer: Offer, clock: StageClock) -> None:
-        self._link, self._offer, self._clock = link, offer, clock
+    def __init__(self, link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> None:
+        self._link, self._outgoing, self._clock = link, outgoing, clock
         self._proposal: Proposal | None = None  # the newest one
         self._seen: set[int] = set()  # members seen ready in some round
         self._postponed: set[int] = set()  # new members without this version
@@ -234,7 +234,7 @@ class Transaction:
         except BaseException as exc:
             self.give_up(exc)
             raise
-        return CommitOutcome(self._link.membership.count_with(self._offer.content), self._excluded)
+        return CommitOutcome(self._link.membership.count_with(self._outgoing.content), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
@@ -247,9 +247,9 @@ class Transaction:
         """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""
         begin, without_culprit, rounds = time.monotonic(), 0, 0  # without_culprit: nobody was excluded or postponed
         passed_s, timeout_s = 0.0, self._link.limits.timeout_s
-        if self._offer.to is not None:
+        if self._outgoing.to is not None:
             self._link.membership.refresh()
-            self._excluded |= dict.fromkeys(self._link.membership.absent(self._offer.to), "it has not joined")
+            self._excluded |= dict.fromkeys(self._link.membership.absent(self._outgoing.to), "it has not joined")
         while without_culprit < _ROUNDS_WITHOUT_CULPRIT and passed_s < _BEGIN_WITHIN * timeout_s:
             self._link.channel.check_epoch(self._link.epoch)
             self._link.membership.refresh()
@@ -264,7 +264,7 @@ class Transaction:
             without_culprit += len(self._excluded) + len(self._postponed) == blamed and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
-            f"version {self._offer.version} could not be sent",
+            f"version {self._outgoing.version} could not be sent",
             why=f"{rounds} attempts failed in {passed_s:.0f} s, {without_culprit} of them although every receiver "
             f"answered; the last: {self._last_failure}",
             fix="look at the connection between the machines; receivers continue with the version that they have",
@@ -277,8 +277,12 @@ class Transaction:
         ready.
         """
         link = self._link
-        to = [one for one in link.membership.lacking(self._offer.content, self._offer.to) if one not in self._postponed]
-        new = link.membership.newcomers(to)
+        to = [
+            one
+            for one in link.membership.lacking(self._outgoing.content, self._outgoing.to)
+            if one not in self._postponed
+        ]
+        new = link.membership.new_among(to)
         if passed_s >= link.limits.timeout_s:
             new = set(to)
         late = passed_s >= _PATIENCE_S
@@ -286,21 +290,21 @@ class Transaction:
 
     def _propose(self, to: Sequence[int]) -> SenderRound:
         link = self._link
-        proposal = link.draft(self._offer, to, self._clock)
+        proposal = link.draft(self._outgoing, to, self._clock)
         self._proposal = proposal  # before a receiver can see it: from here on give_up tells it
         link.propose(proposal)
         return SenderRound(proposal, link.channel, link.membership)
 
     def _run_round(self, sending: SenderRound) -> bool:
         """Return whether the version was committed."""
-        reader = self._link.reader(sending.proposal, self._offer.source)
+        reader = self._link.reader(sending.proposal, self._outgoing.source)
         try:
             return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
             self.give_up(exc)  # at once: reading the source to its end may take long
             raise
         finally:
-            source = self._offer.source
+            source = self._outgoing.source
             self._spent = (source.once and reader.begun) or (source.chapters is not None and source.chapters.read > 1)
             reader.close()
             self._link.end.end_round(sending)
@@ -313,15 +317,15 @@ class Transaction:
         with self._clock("gather"), torch.no_grad():
             reader.read_ahead()  # receivers are getting ready meanwhile
         with self._clock("rendezvous"):
-            new, began_s = self._link.membership.newcomers(proposal.to), time.monotonic()
-            late = sending.wait_for_ready(timeout_s, newcomers=new, patience_s=_PATIENCE_S)
+            new, began_s = self._link.membership.new_among(proposal.to), time.monotonic()
+            late = sending.wait_for_ready(timeout_s, new=new, patience_s=_PATIENCE_S)
             self._seen |= sending.seen
             silent: Sequence[int] = late
             if new.issuperset(late):
                 names, silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
                 self._postponed.update(late)
                 for name in names:
-                    _log.warning("version %s goes out without the new receiver %r", self._offer.version, name)
+                    _log.warning("version %s goes out without the new receiver %r", self._outgoing.version, name)
             self._exclude(silent, f"it did not come to receive within {timeout_s:g} s")
             if not late:
                 self._link.membership.note_at_risk(proposal.to)
@@ -352,12 +356,12 @@ class Transaction:
             with self._clock(link.transport.stage), torch.no_grad():
                 self._check_members(sending)
                 link.end.send(sending, reader, self._clock)
-                if self._offer.source.chapters is not None:
-                    self._send_chapters(sending, self._offer.source.chapters)
+                if self._outgoing.source.chapters is not None:
+                    self._send_chapters(sending, self._outgoing.source.chapters)
                 link.reports.wait_until_sent(sending)
         except CommError as exc:
             link.end.abort()
-            if self._offer.source.chapters is not None:
+            if self._outgoing.source.chapters is not None:
                 sending.end_chapter(ChapterNote(ChapterKind.BROKEN_OFF))
             if reader.begun:  # else they were not told of the round
                 link.reports.stop(sending)
@@ -389,7 +393,7 @@ class Transaction:
     def _check_not_spent(self) -> None:
         if self._spent:
             raise TransferFailedError(
-                f"version {self._offer.version} could not be sent again: its weights can be read only once",
+                f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
                 why=f"the transfer broke; {self._last_failure}",
                 fix="publish it again with a new iterator, or give a WeightSource that can be read several times",
             )
@@ -420,9 +424,9 @@ class Transaction:
             theirs = {names.get(member, str(member)): why for member, why in torn.items()}
             ours = None if failure is None else failure.error
             self._last_failure = f"the sender's side: {ours}; the receivers' side: {theirs}"
-            _log.warning("version %s was not committed; %s", self._offer.version, self._last_failure)
+            _log.warning("version %s was not committed; %s", self._outgoing.version, self._last_failure)
         if committed:
-            link.membership.note_committed(whole, self._offer.content)
+            link.membership.note_committed(whole, self._outgoing.content)
         link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
         sending.votes_counted = True
         return committed

@@ -174,12 +174,10 @@ class SenderRound:
         self._membership.refresh()
         return [member for member in self.proposal.to if member not in self._membership.members]
 
-    def wait_for_ready(
-        self, timeout_s: float, *, newcomers: Collection[int] = (), patience_s: float = 0.0
-    ) -> Sequence[int]:
+    def wait_for_ready(self, timeout_s: float, *, new: Collection[int] = (), patience_s: float = 0.0) -> Sequence[int]:
         """Wait for all receivers; return the late ones, or at once the gone ones.
 
-        If only ``newcomers`` are missing, wait for them until ``patience_s`` after the call, not longer.
+        If only ``new`` ones are missing, wait for them until ``patience_s`` after the call, not longer.
         """
         began_s = time.monotonic()
         late: Sequence[int] = self.proposal.to
@@ -188,7 +186,7 @@ class SenderRound:
             gone = self.gone()  # a receiver may have been ready, and was cancelled
             if gone:
                 return gone
-            if late and set(late) <= set(newcomers) and time.monotonic() - began_s >= patience_s:
+            if late and set(late) <= set(new) and time.monotonic() - began_s >= patience_s:
                 return late
         return late
 

@@ -31,8 +31,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     """Sends from actor rank 0 to the rollout workers of one update; verl's step is the version.
 
     ``sending`` are options of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best size, not ``bucket_size``. A
-    worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
-    nothing before the verdict, and the worker holds a whole model for that time.
+    worker's engine gets each tensor as it comes, and the decision last. With ``whole`` it gets
+    nothing before the decision, and the worker holds a whole model for that time.
 
     If a worker's engine fails, the others get the version. If a worker dies, the update fails for all, because verl's
     tensors can be read only once. Each worker of the next update joins again.

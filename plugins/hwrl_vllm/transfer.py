@@ -69,9 +69,9 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             self.shutdown()
             self._store, backend = connect_store(init_info.store), get_backend()
             self._keeps_old = init_info.keep_old_version
-            place = self._loading.stage if self._keeps_old else self._loading.place
+            place = self.loading.stage if self._keeps_old else self.loading.place
             self._number = int(self._store.add(WORKERS, 1)) - 1
-            self._receiver = EngineReceiver(self._number, backend=backend, place=place)
+            self._receiver = EngineReceiver(self._number, backend=backend, make_destination=place)
         except Exception:  # noqa: BLE001 - the trainer misses its answer
             trainer = init_info.store.partition("#")[0]  # without the key
             _log.exception("this worker cannot join the trainer at %s", trainer)
@@ -90,7 +90,7 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
     def finish_weight_update(self) -> None:
         self._is_updating, self._taken = False, Taken()
-        self._loading.drop()
+        self.loading.drop()
         if self._receiver is not None and self._keeps_old:
             self._receiver.release()
 
@@ -115,7 +115,7 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             self._taken = self._receiver.take(WeightOffer(**update.offer))
             return self._taken
         elif update.install == self._taken.proposal:
-            self._loading.install()
+            self.loading.install()
         else:
             raise EngineError(f"proposal {update.install} is not here", why=f"{self._taken}", fix="send it again")
         return Taken()
@@ -136,5 +136,6 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             self._store.set(answer_key(call, self._number), json.dumps(answer))
 
     @functools.cached_property
-    def _loading(self) -> ModelLoading:
+    def loading(self) -> ModelLoading:
+        """What brings versions into this worker's model."""
         return ModelLoading(self.model, model_config=self.model_config, vllm_config=self.vllm_config)

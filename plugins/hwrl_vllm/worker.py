@@ -59,7 +59,7 @@ class WeightLoading:
 
     @functools.cached_property
     def _hwrl_receiver(self) -> EngineReceiver:
-        return EngineReceiver(self.rank, backend=get_backend(), place=self._hwrl_loading.place)
+        return EngineReceiver(self.rank, backend=get_backend(), make_destination=self.hwrl_loading.place)
 
     def hwrl_load_lent(self, pickled: bytes) -> None:
         """Load the weights of another process: ``pickled`` are LentWeights and the ``adapter`` of :meth:`hwrl_load`."""
@@ -74,7 +74,7 @@ class WeightLoading:
         """
         forms: Mapping[str, tuple[torch.dtype, torch.Size]] = pickle.loads(pickled)
         weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
-        self._hwrl_loading.record(weights, skips_copies=True)
+        self.hwrl_loading.record(weights, skips_copies=True)
 
     def hwrl_receive(self, pickled: bytes) -> Taken | None:
         """Take ``pickled``, a WeightOffer, into this worker's weights; None if it has no part in it. Blocks."""
@@ -90,7 +90,7 @@ class WeightLoading:
         model is a mixture of versions; another load repairs it.
         """
         if adapter is None:
-            self._hwrl_loading.load(weights)
+            self.hwrl_loading.load(weights)
             return
         replace_adapter(self.model_runner.lora_manager, weights, adapter)
         get_backend().synchronize()
@@ -116,6 +116,7 @@ class WeightLoading:
             self._sleep_mode_backend = pooled_sleep(self.model_config)
 
     @functools.cached_property
-    def _hwrl_loading(self) -> ModelLoading:
+    def hwrl_loading(self) -> ModelLoading:
+        """What brings versions into this worker's model."""
         model = self.model_runner.get_model()
         return ModelLoading(model, model_config=self.model_config, vllm_config=self.vllm_config)

@@ -269,7 +269,7 @@ class TwoWorkers(RolloutEngine):
         self.failing: set[int] = set()
         self._held = [Taken()] * 2
         self._workers = [
-            EngineReceiver(number, backend=CpuBackend(INFO), place=functools.partial(self._place, number))
+            EngineReceiver(number, backend=CpuBackend(INFO), make_destination=functools.partial(self._place, number))
             for number in range(2)
         ]
 

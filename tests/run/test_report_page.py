@@ -83,7 +83,7 @@ def count_in(page: str, name: str) -> str:
 
 def test_the_faults_are_counted(run: Path) -> None:
     failures = {step: {"ledger__failures": float(min(step, 3)), "ledger__filtered": 2.0 * step} for step in range(9)}
-    lines = [step_line(step, sync__quarantined=float(step == 4), **failures[step]) for step in range(1, 9)]
+    lines = [step_line(step, sync__excluded=float(step == 4), **failures[step]) for step in range(1, 9)]
     lines[5]["actor/loss"] = math.nan
     write_lines(run / METRICS, lines)
     write_lines(run / PROMPTS, [{"step": 4, "sequence_numbers": [1], "failed": {"77": "the <i>reward</i> raised"}}])

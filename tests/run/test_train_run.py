@@ -186,7 +186,7 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     )
     assert run.wait() == 0, run.output()
     last = run.metrics()[-1]
-    assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (3, 0, 0)
+    assert (last["step"], last["ledger/rejected"], last["sync/excluded"]) == (3, 0, 0)
     assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
 
 

@@ -185,7 +185,7 @@ def test_members_are_read_under_their_lock_only(store: Store) -> None:
         lock = sender._membership._lock
         sender._membership.members = Guarded()
         sender.wait_for_receivers(["a"])
-        assert sender.joiners() == sender.receivers() == ("a",)
+        assert sender.new_receivers() == sender.receivers() == ("a",)
         with pytest.raises(CommTimeoutError):
             sender.wait_for_receivers(2, timeout_s=0.0)
         exchange(sender, [a], 1)

@@ -112,7 +112,7 @@ def test_a_stranger_changes_nothing_on_a_link(store: Store, transport: str) -> N
         assert len(places) >= 2, "the store, and the place inside this process"
         assert as_stranger(lambda: _attack(places)) == []
         report = exchange(sender, [receiver], 2)
-        assert report.receivers == 1 and sender.joiners() == ()
+        assert report.receivers == 1 and sender.new_receivers() == ()
         assert channel_of(store).epoch() == 1
 
 
@@ -194,7 +194,7 @@ def _use(sender: WeightSender, receiver: WeightReceiver) -> None:
         receiver.poll,
         lambda: receiver.receive(timeout_s=0.01),
         lambda: sender.publish(2, model_of(2)),
-        sender.joiners,
+        sender.new_receivers,
     ):
         with contextlib.suppress(HwrlError):
             call()

@@ -295,11 +295,11 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
     targets, allocated = targets_of(worker), []
     views = shares_of(weights_of(0), worker)
 
-    def place(layout: WeightLayout) -> Scattered:
+    def make_destination(layout: WeightLayout) -> Scattered:
         rules = [rule_of(name, views[name], target) for name, target in targets.items()]
         return Scattered(layout, rules, backend=CPU, slabs=2)
 
-    receiver = EngineReceiver(worker, backend=CPU, place=place)
+    receiver = EngineReceiver(worker, backend=CPU, make_destination=make_destination)
     timing = ReceiverTiming()
     members = LinkMembers(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
     for version in (1, 2, 3):

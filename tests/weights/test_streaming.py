@@ -1,4 +1,4 @@
-"""Versions that stream into a loader: each tensor as it comes, the verdict at the end."""
+"""Versions that stream into a loader: each tensor as it comes, the decision at the end."""
 
 import functools
 import time
@@ -76,7 +76,7 @@ def test_tensors_come_while_the_sender_still_sends_and_belong_to_the_caller(stor
             kept = found
 
 
-def test_leaving_the_context_early_reads_on_to_the_verdict(store: Store) -> None:
+def test_leaving_the_context_early_reads_on_to_the_decision(store: Store) -> None:
     with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: sender.publish(1, _tensors(1)))
         with receiver.stream() as incoming:

@@ -28,7 +28,7 @@ def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
     if trainer.transport == "host":
         replica.catch_up()
         return
-    assert trainer.sender.joiners() == ("r0",)
+    assert trainer.sender.new_receivers() == ("r0",)
     assert replica.during(lambda: trainer.publish(version)).plan.what == "base + adapter"
 
 
@@ -81,7 +81,7 @@ def test_a_base_that_was_slept_away_travels_with_the_next_version(
     replica.engine.sleep(level=2)
     replica.updater.release()
     assert not replica.updater.poll(), "what is there already is no reason to wake up"
-    assert not trainer.sender.joiners(), "a sleeper has time until the next version"
+    assert not trainer.sender.new_receivers(), "a sleeper has time until the next version"
     replica.engine.wake()
     report = replica.during(lambda: trainer.publish(2))
     if transport == "host":

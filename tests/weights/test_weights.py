@@ -57,18 +57,18 @@ def test_poll_offers_each_version_once_and_never_blocks(store: Store) -> None:
         assert (receiver.poll(), receiver.version, received["w"][0].item()) == (None, 5, 5.0)
 
 
-def test_without_receivers_a_version_is_published_to_nobody_and_joiners_are_told(store: Store) -> None:
+def test_without_receivers_a_version_is_published_to_nobody_and_new_receivers_are_told(store: Store) -> None:
     with sender_of(store) as sender:
         assert sender.publish(1, model_of(1)).receivers == 0
-        assert sender.joiners() == ()
+        assert sender.new_receivers() == ()
         with receiver_of(store, "late") as receiver:
-            assert sender.joiners() == ("late",)
+            assert sender.new_receivers() == ("late",)
             assert receiver.poll() is None
             assert exchange(sender, [receiver], 1).receivers == 1
-            assert sender.joiners() == ()
+            assert sender.new_receivers() == ()
 
 
-def test_the_newest_version_again_reaches_only_joiners(store: Store) -> None:
+def test_the_newest_version_again_reaches_only_new_receivers(store: Store) -> None:
     with sender_of(store) as sender, receiver_of(store, "old") as old:
         exchange(sender, [old], 1)
         with receiver_of(store, "new") as new:
@@ -113,7 +113,7 @@ def test_a_receiver_that_joins_again_leaves_its_old_number_quietly(
                 return look(channel)
 
             monkeypatch.setattr(ControlChannel, "join_counts", look_as_it_joins)
-        assert sender.joiners() == ("r0",)
+        assert sender.new_receivers() == ("r0",)
         monkeypatch.undo()
         assert exchange(sender, [receiver], 1).receivers == 1
     assert not caplog.records
@@ -142,7 +142,7 @@ def test_a_receiver_that_does_not_come_is_named_and_may_join_again(store: Store)
         with pytest.raises(ReceiverExcludedError, match=r"did not come to receive[\s\S]*join\(\)"):
             absent.receive(timeout_s=20.0)
         absent.join()
-        assert sender.joiners() == ("absent",)
+        assert sender.new_receivers() == ("absent",)
         assert exchange(sender, [here, absent], 2).receivers == 2
 
 
@@ -372,7 +372,7 @@ def test_a_look_at_the_members_does_not_ask_for_receivers_that_left_long_ago(
         monkeypatch.setattr(ControlChannel, "replica", look_and_note)
         for _ in range(5):
             receiver_of(store).close()
-            assert sender.joiners() == ()
+            assert sender.new_receivers() == ()
     assert asked == [1, 2, 3, 4, 5]
 
 

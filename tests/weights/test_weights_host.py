@@ -37,7 +37,7 @@ def test_host_versions_wait_for_late_joiners_and_skip_to_the_newest(store: Store
         for version in (1, 2, 3):
             assert sender.publish(version, model_of(version)).receivers == 0
         with receiver_of(store, "late") as late:
-            assert (late.poll(), sender.joiners()) == (3, ())
+            assert (late.poll(), sender.new_receivers()) == (3, ())
             received = late.receive(timeout_s=20.0)
             assert (received.version, received["w"][0].item(), late.poll()) == (3, 3.0, None)
             assert sender.publish(4, model_of(4)).receivers == 1

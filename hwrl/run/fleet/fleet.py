@@ -125,7 +125,7 @@ class Fleet:
 
     def send_awaited_weights(self) -> None:
         """Send the newest weights if a replica waits for them. The trainers must be idle."""
-        if self.trainers.replicas_awaiting_weights():
+        if self.trainers.new_receivers():
             self.trainers.send_weights()
 
     def set_throttle(self, state: ThrottleState) -> None:

@@ -108,9 +108,9 @@ class Trainers:
         """Send the current weights to the replicas."""
         self._call("the trainer to send weights", [rank.send_weights() for rank in self._ranks])
 
-    def replicas_awaiting_weights(self) -> tuple[str, ...]:
+    def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent."""
-        return self._gather([self._ranks[0].replicas_awaiting_weights()])[0]
+        return self._gather([self._ranks[0].new_receivers()])[0]
 
     def step(self, groups: Answer[list[PromptGroup]]) -> StepOutcome:
         """Train one step on the batch ``groups``, and send the weights if they are due; return rank 0's outcome."""

@@ -413,9 +413,9 @@ class TrainActor:
         with get_backend().allocating("the transfer of weights"):
             self._rank.send_weights()
 
-    def replicas_awaiting_weights(self) -> tuple[str, ...]:
+    def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent."""
-        return self._rank.replicas_awaiting_weights()
+        return self._rank.new_receivers()
 
     def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
         """Train one step."""

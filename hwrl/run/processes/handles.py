@@ -80,9 +80,9 @@ class TrainerHandle(ActorHandle):
         """Send the current weights to the replicas."""
         return _send(self._actor.send_weights)
 
-    def replicas_awaiting_weights(self) -> Answer[tuple[str, ...]]:
+    def new_receivers(self) -> Answer[tuple[str, ...]]:
         """Return the replicas that connected after the newest weights were sent."""
-        return _send(self._actor.replicas_awaiting_weights)
+        return _send(self._actor.new_receivers)
 
     def step(self, groups: Answer[list[PromptGroup]]) -> Answer[StepOutcome]:
         """Train one step and send the weights if they are due."""

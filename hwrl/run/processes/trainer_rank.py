@@ -117,9 +117,9 @@ class TrainerRank:
             if name in sent:
                 self._sent_between_steps[name] = self._sent_between_steps.get(name, 0.0) + sent[name]
 
-    def replicas_awaiting_weights(self) -> tuple[str, ...]:
+    def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent; always none on ranks above 0."""
-        return () if self._sender is None else self._sender.joiners()
+        return () if self._sender is None else self._sender.new_receivers()
 
     def _send(self) -> Metrics:
         """Gather the weights on all ranks, and send them as the trainer's version; return metrics on rank 0."""
@@ -229,7 +229,7 @@ def _sync_metrics(report: SyncReport) -> Metrics:
     metrics = {
         "sync/nbytes": float(sum(part.nbytes for part in parts)),
         "sync/receivers": float(report.policy.receivers),
-        "sync/quarantined": float(sum(len(part.excluded) for part in parts)),
+        "sync/excluded": float(sum(len(part.excluded) for part in parts)),
         **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
     }
     if report.plan.what == "full":

@@ -60,7 +60,7 @@ SECTIONS: dict[str, list[Chart]] = {
 }
 FAULT_CHARTS = [
     Chart("Prompts that failed or do not count", r"ledger/(failures|expired|rejected|filtered.*|failed.*|skipped.*)"),
-    Chart("Replicas", r"rollout/replicas|sync/(receivers|quarantined)", "live; in the transfer; excluded from it"),
+    Chart("Replicas", r"rollout/replicas|sync/(receivers|excluded)", "live; in the transfer; excluded from it"),
     Chart("Errors of the reward function", r"rollout/reward_errors"),
 ]
 

@@ -39,7 +39,7 @@ def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float
         "replicas replaced": kinds["replica"],
         "resumes": max(0, kinds["start"] - 1),
         "errors that ended the run": kinds["error"],
-        "replicas excluded from a transfer": columns.total("sync/quarantined"),
+        "replicas excluded from a transfer": columns.total("sync/excluded"),
         "errors of the reward function": columns.total("rollout/reward_errors"),
     }
     for name in sorted(columns.values):

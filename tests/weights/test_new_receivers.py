@@ -48,7 +48,7 @@ def test_a_new_receiver_that_does_not_come_delays_no_version_for_long(store: Sto
         with receiver_of(store, "new"):
             seconds, report = publish(sender, 2, old)
             assert PATIENCE_S <= seconds < SOON_S and report.receivers == 1
-            assert not report.excluded and sender.joiners() == ("new",), "it gets a later version"
+            assert not report.excluded and sender.new_receivers() == ("new",), "it gets a later version"
 
 
 def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
@@ -63,7 +63,7 @@ def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
                 if excluded or time.monotonic() > deadline_s:
                     break
             assert excluded == {"new": "it did not come to receive within 4 s"}
-            assert "'new' is excluded" in caplog.text and sender.joiners() == ()
+            assert "'new' is excluded" in caplog.text and sender.new_receivers() == ()
 
 
 def test_a_new_receiver_that_comes_late_gets_the_version_of_the_next_publish(
