@@ -7,9 +7,10 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.support.train_run import Run
 
 MACHINE_FILE = "machine"
 """The file that ``machine.c`` maps, in the directory of the run's inputs."""
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+"""The control groups for memory, version 1."""
 VICTIMS: dict[str, tuple[str, ...]] = {
     "trainer": ("ray::TrainActor",),
     "replica": ("ray::RolloutActor",),
@@ -205,8 +208,25 @@ class DisturbMachine:
         return "clock" if self.clock_s else "slow-disk"
 
     def __call__(self, scene: Scene) -> None:
-        with (scene.work / MACHINE_FILE).open("r+b") as file:  # processes have it mapped
-            file.write(struct.pack("qq", int(self.clock_s * 1e9), int(self.sync_s * 1e9)))
+        set_machine(scene.work / MACHINE_FILE, clock_s=self.clock_s, sync_s=self.sync_s)
+
+
+def set_machine(path: Path, *, clock_s: float = 0.0, sync_s: float = 0.0) -> None:
+    """Write the file that ``machine.c`` reads. Processes have it mapped, so an existing file keeps its place."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.write(struct.pack("qq", int(clock_s * 1e9), int(sync_s * 1e9)))
+
+
+def build_machine_library(place: Path) -> Path:
+    """Build ``machine.c`` in ``place``; return the library. Raises OSError without a working compiler."""
+    built, source = place / "machine.so", Path(__file__).with_name("machine.c")
+    done = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise OSError(f"machine.c cannot be built: {done.stderr}")
+    return built
 
 
 @dataclass(frozen=True)
@@ -218,18 +238,21 @@ class Starve:
     kind: ClassVar[str] = "out-of-memory"
 
     def __call__(self, scene: Scene) -> None:
-        group = memory_group(f"hwrl-{scene.work.name}")
-        scene.undo.append(lambda: _remove_group(group))
-        (group / "memory.limit_in_bytes").write_text(str(self.nbytes))
-        for pid in scene.find(self.victim):
-            (group / "cgroup.procs").write_text(str(pid))
+        scene.undo.append(starve(f"hwrl-{scene.work.name}", scene.find(self.victim), nbytes=self.nbytes))
 
 
-def memory_group(name: str) -> Path:
-    """Make a control group for memory. Raises OSError if that is not permitted, or the kernel has other groups."""
-    group = Path("/sys/fs/cgroup/memory", name)
+def starve(name: str, pids: Sequence[int], *, nbytes: int) -> Callable[[], None]:
+    """Put ``pids`` into the new control group ``name``, with ``nbytes`` of further memory; return what removes it.
+
+    Raises OSError if that is not permitted, or the kernel has other groups.
+    """
+    group = MEMORY_GROUPS / name
     group.mkdir()
-    return group
+    (group / "memory.limit_in_bytes").write_text(str(nbytes))
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it has just ended
+            (group / "cgroup.procs").write_text(str(pid))
+    return lambda: _remove_group(group)
 
 
 def _remove_group(group: Path) -> None:

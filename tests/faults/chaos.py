@@ -6,29 +6,22 @@ A second run, undisturbed and with as many steps, shows the reward to expect.
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import random
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tests.faults.chaos_faults import CPUS, FAULTS, Chaos, possible_faults, prepare_machines, supervise
 from tests.faults.run_checks import FellError, check_accounts, name_end, require
-from tests.support.host_network import HostNetwork, HostNetworkError, NetworkHost, why_unavailable
-from tests.support.host_run import (
-    HostRun,
-    command_of,
-    finish,
-    ray_hosts,
-    return_to_cluster,
-    stop_driver,
-    wait_until_no_actors,
-)
+from tests.support.host_network import HostNetworkError, why_unavailable
+from tests.support.host_run import HostRun, finish, ray_hosts, stop_driver, wait_until_no_actors
 
-CPUS, REPLICAS, RANKS, BATCH, SAVE_EVERY = 4, 4, 2, 8, 5
+REPLICAS, RANKS, BATCH, SAVE_EVERY = 4, 2, 8, 5
 EVERY_S = 20.0
 HUNG_S = 150.0
 """The longest time without a step: a lost host is noticed after 10 s, and the trainer may start twice."""
@@ -57,110 +50,8 @@ WORDS = [
     "timeouts.trainer_s=40",
     "timeouts.evaluation_s=60",
 ]
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Chaos:
-    """The run and its hosts, and the source of random choices."""
-
-    network: HostNetwork
-    run: HostRun
-    draw: random.Random
-
-    @property
-    def other(self) -> NetworkHost:
-        """The host without the driver: the one that a run can lose."""
-        return self.network.hosts[1]
-
-    def pick(self, title: str) -> int | None:
-        """Return one of the processes with ``title`` on any host; None if there are none at the moment."""
-        pids = [pid for host in self.network.hosts for pid in host.processes() if title in command_of(pid)]
-        return self.draw.choice(sorted(pids)) if pids else None
-
-
-Act = Callable[[Chaos], Undo | None]
-"""Begins a fault; returns how to end it, or None if it hit no process."""
-
-
-def _send(pid: int | None, number: signal.Signals) -> bool:
-    """Return whether the process got the signal."""
-    if pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-            return True
-    return False
-
-
-def _kill(title: str) -> Act:
-    return lambda chaos: _nothing if _send(chaos.pick(title), signal.SIGKILL) else None
-
-
-def _pause(title: str) -> Act:
-    def act(chaos: Chaos) -> Undo | None:
-        pid = chaos.pick(title)
-        return (lambda: _wake(pid)) if _send(pid, signal.SIGSTOP) else None
-
-    return act
-
-
-def _wake(pid: int | None) -> None:
-    _send(pid, signal.SIGCONT)
-
-
-def _cut(chaos: Chaos) -> Undo:
-    chaos.network.cut(chaos.other)
-    return lambda: _bring_back(chaos)
-
-
-def _halt(chaos: Chaos) -> Undo:
-    chaos.other.halt()
-    return lambda: _bring_back(chaos)
-
-
-def _slow(chaos: Chaos) -> Undo:
-    chaos.network.slow(chaos.other, mbit=2.0)
-    return lambda: chaos.network.unslow(chaos.other)
-
-
-def _bring_back(chaos: Chaos) -> None:
-    """Join the host, or boot it; :func:`_supervise` starts its Ray if that has ended."""
-    if chaos.other.is_up:
-        chaos.network.join(chaos.other)
-    else:
-        chaos.network.boot(chaos.other)
-
-
-def _supervise(chaos: Chaos) -> None:
-    """Start Ray on a host without it, as a supervisor does. A node that was given up ends itself when it hears so."""
-    for host in chaos.network.hosts:
-        if not any(RAYLET in command_of(pid) for pid in host.processes()):
-            return_to_cluster(chaos.network, host, cpus=CPUS)
-
-
-def _nothing() -> None:
-    """Undo a fault that cannot be undone."""
-
-
-REPLICA, TRAINER, LEDGER, GCS, RAYLET = (
-    *("ray::RolloutActor", "ray::TrainActor", "ray::LedgerActor"),
-    *("/gcs/gcs_server ", "/raylet/raylet "),
-)
-FAULTS: dict[str, tuple[Act, float]] = {
-    "kill a replica": (_kill(REPLICA), 0.0),
-    "kill a trainer rank": (_kill(TRAINER), 0.0),
-    "stop a replica for 3 s": (_pause(REPLICA), 3.0),
-    "stop a replica for 15 s": (_pause(REPLICA), 15.0),
-    "stop a trainer rank for 15 s": (_pause(TRAINER), 15.0),
-    "stop the ledger for 3 s": (_pause(LEDGER), 3.0),
-    "stop the GCS for 3 s": (_pause(GCS), 3.0),
-    "stop a raylet for 3 s": (_pause(RAYLET), 3.0),
-    "cut host1 off for 3 s": (_cut, 3.0),
-    "cut host1 off for 15 s": (_cut, 15.0),
-    "end host1, boot after 10 s": (_halt, 10.0),
-    "host1 at 2 Mbit/s for 10 s": (_slow, 10.0),
-}
-"""Each fault, and how many seconds it lasts."""
+FEW_WORDS = [*WORDS, "train.ranks=1", "rollout.replicas=2", "timeouts.heartbeat_s=6"]
+"""The same with three processes."""
 
 
 @dataclass
@@ -176,9 +67,10 @@ class Record:
 
 @dataclass
 class _Injector:
-    """Injects faults into a run for ``seconds``, and watches its steps."""
+    """Injects the faults ``names`` into a run for ``seconds``, and watches its steps."""
 
     chaos: Chaos
+    names: Iterator[str]
     seconds: float
     began_s: float = field(default_factory=time.monotonic)
     records: list[Record] = field(default_factory=list)
@@ -186,7 +78,7 @@ class _Injector:
     def inject_all(self) -> None:
         while (left_s := self.began_s + self.seconds - time.monotonic()) > 0:
             next_s = time.monotonic() + min(EVERY_S, left_s)
-            self._inject(self.chaos.draw.choice(list(FAULTS)), until_s=next_s)
+            self._inject(next(self.names), until_s=next_s)
         self._await_step(Record("the end", self._now_s()), until_s=time.monotonic() + HUNG_S)
 
     def _now_s(self) -> float:
@@ -206,7 +98,7 @@ class _Injector:
                 undo_s = None
             self._look(record, step, length)
             if undo_s is None:
-                _supervise(self.chaos)
+                supervise(self.chaos)
             time.sleep(0.25)
         print(_row(record), flush=True)
 
@@ -256,20 +148,46 @@ def chaos_run(seconds: float, *, seed: int) -> tuple[int, float, float, list[Rec
 
     Raises FellError if the run breaks a promise.
     """
-    with ray_hosts(count=2, cpus=CPUS, prompts=4096) as (network, work):
-        run = HostRun(network.hosts[0], work, *WORDS, f"train.steps={_MOST_STEPS}", **network.environment)
+    draw, faults = random.Random(seed), possible_faults()
+    names = (draw.choice(faults) for _ in itertools.count())
+    with _started(WORDS, draw) as (chaos, run, work):
+        injector = _Injector(chaos, names, seconds)
+        injector.inject_all()
+        steps = int(run.metrics()[-1]["step"])
+        again = finish(chaos.network, work, run, WORDS)
+        name_end(130, run.output())
+        check_accounts(run.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
+        wait_until_no_actors(chaos.network)
+        return steps, *_last_reward(run, steps), injector.records
+
+
+def short_run(seconds: float, *, names: Sequence[str]) -> list[Record]:
+    """Run the faults ``names`` in turn on fewer processes, and end the run; return the faults.
+
+    The run is not continued: the prompts that were under way at its end are missing. Raises FellError if it breaks a
+    promise.
+    """
+    with _started(FEW_WORDS, random.Random(0)) as (chaos, run, _):
+        injector = _Injector(chaos, itertools.cycle(names), seconds)
+        injector.inject_all()
+        stop_driver(chaos.network)
+        status = run.wait(timeout_s=60.0)
+        require(name_end(status, run.output()) == "interrupted", f"it ended with status {status}")
+        steps = len(run.metrics())
+        check_accounts(run.directory, steps=steps, batch=BATCH, max_staleness=1, under_way=3 * BATCH)
+        wait_until_no_actors(chaos.network)
+        return injector.records
+
+
+@contextmanager
+def _started(words: list[str], draw: random.Random) -> Iterator[tuple[Chaos, HostRun, Path]]:
+    """Yield a run with ``words`` on two hosts, after its first steps. If it fails, print its last lines."""
+    with ray_hosts(count=2, cpus=CPUS, prompts=4096, prepare=prepare_machines) as (network, work):
+        run = HostRun(network.hosts[0], work, *words, f"train.steps={_MOST_STEPS}", **network.environment)
         try:
             run.wait_for_step(2)
             print(TITLES, flush=True)
-            injector = _Injector(Chaos(network, run, random.Random(seed)), seconds)
-            injector.inject_all()
-            steps = int(run.metrics()[-1]["step"])
-            again = finish(network, work, run, WORDS)
-            name_end(130, run.output())
-            check_accounts(run.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
-            wait_until_no_actors(network)
-            reward, error = _last_reward(run, steps)
-            return steps, reward, error, injector.records
+            yield Chaos(network, run, draw), run, work
         except (FellError, AssertionError):
             print("\n".join(run.output().splitlines()[-40:]))
             raise

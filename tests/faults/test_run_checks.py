@@ -74,3 +74,18 @@ def test_ends_have_names() -> None:
 def test_an_output_that_helps_nobody_falls(status: int, output: str) -> None:
     with pytest.raises(FellError):
         name_end(status, output)
+
+
+def test_rays_report_of_a_lost_raylet_is_no_traceback_of_the_run() -> None:
+    report = "\x1b[33m(raylet)\x1b[0m Raylet is terminated.\n    *** StackTrace Information ***\n    raylet(+0xff)\n"
+    assert name_end(130, f"step 1\n{report}interrupted\n") == "interrupted"
+    with pytest.raises(FellError, match="a raw traceback"):
+        name_end(130, f"{report}*** StackTrace Information ***\n")
+
+
+def test_an_ended_run_may_miss_its_last_prompts_only(tmp_path: Path) -> None:
+    lost = write_run(tmp_path, prompts=((0, 1), (3, 4), (5, 6)))
+    with pytest.raises(FellError, match=r"lost: .2."):
+        check_accounts(lost, steps=3, batch=2, max_staleness=1, under_way=4)
+    ended = write_run(tmp_path, prompts=((0, 1), (2, 3), (5, 6)))
+    check_accounts(ended, steps=3, batch=2, max_staleness=1, under_way=4)

@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from hwrl.run.demo import write_demo
-from tests.faults.acts import MACHINE_FILE, Scene
+from tests.faults.acts import MACHINE_FILE, Scene, build_machine_library, set_machine
 from tests.faults.phases import VARIABLE
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
 from tests.faults.run_checks import FellError, check_accounts, name_end, require, shared_memory
@@ -95,13 +94,7 @@ def _template() -> Path:
 
 @cache
 def _machine_library() -> Path:
-    """Build ``machine.c``. Raises FellError without a compiler."""
-    built, source = _template() / "machine.so", Path(__file__).with_name("machine.c")
-    done = subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], capture_output=True, text=True
-    )
-    require(done.returncode == 0, f"machine.c cannot be built: {done.stderr}")
-    return built
+    return build_machine_library(_template())
 
 
 class _Trial:
@@ -172,7 +165,7 @@ class _Trial:
         path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
         env = {VARIABLE: str(self.work), "PYTHONPATH": path, "HWRL_BACKEND": "gated", "TMPDIR": str(self.work / "t")}
         if self._point.labels & {"clock", "slow-disk"}:
-            (self.work / MACHINE_FILE).write_bytes(bytes(16))
+            set_machine(self.work / MACHINE_FILE)
             env |= {"LD_PRELOAD": str(_machine_library()), "HWRL_FAULT_MACHINE": str(self.work / MACHINE_FILE)}
         self._runs.append(
             Run(self.work, *(f"{key}={value}" for key, value in SETTINGS.items()), function, *words, log=log, **env)

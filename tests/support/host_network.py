@@ -75,11 +75,15 @@ def why_unavailable() -> str | None:
 
 
 class NetworkHost:
-    """One host. ``index`` counts from 0; :attr:`address` is its IPv4 address, and :attr:`name` its host name."""
+    """One host. ``index`` counts from 0; :attr:`address` is its IPv4 address, and :attr:`name` its host name.
+
+    Ray runs there with the variables in :attr:`environment`, beside those of the network.
+    """
 
     def __init__(self, index: int, home: Path, shared: Sequence[Path]) -> None:
         self.index, self.name, self.address = index, f"host{index}", f"{_NETWORK}.{index + 1}"
         self.home, self._shared = home, [str(path) for path in shared]
+        self.environment: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
         self.pid = 0
 
@@ -241,7 +245,7 @@ class HostNetwork:
             try:
                 own = f"--node-ip-address={host.address}"
                 command = [*RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
-                host.run(*command, timeout_s=90.0, env={**self.environment, **(settings or {})})
+                host.run(*command, timeout_s=90.0, env={**self.environment, **host.environment, **(settings or {})})
             except HostNetworkError:
                 if time.monotonic() - began_s > 120.0:  # the head may still believe in the node's earlier life
                     raise

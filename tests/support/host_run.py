@@ -33,19 +33,30 @@ class HostRun(Run):
 
     def __init__(self, host: NetworkHost, demo: Path, *words: str, log: str = "log", **env: str) -> None:
         self._host = host
-        super().__init__(demo, *words, log=log, **env)
+        super().__init__(demo, *words, log=log, **{**host.environment, **env})
 
     def place(self, command: list[str]) -> list[str]:
         return self._host.inside(*command)
 
 
 @contextmanager
-def ray_hosts(*, count: int, cpus: int, prompts: int, dashboard: bool = False) -> Iterator[tuple[HostNetwork, Path]]:
-    """Yield hosts with a Ray cluster, and a directory with the demo that all of them see."""
+def ray_hosts(
+    *,
+    count: int,
+    cpus: int,
+    prompts: int,
+    dashboard: bool = False,
+    prepare: Callable[[HostNetwork, Path], None] = lambda network, work: None,
+) -> Iterator[tuple[HostNetwork, Path]]:
+    """Yield hosts with a Ray cluster, and a directory with the demo that all of them see.
+
+    ``prepare(network, directory)`` is called before Ray starts on the hosts.
+    """
     with tempfile.TemporaryDirectory(prefix="h") as directory:
         work = Path(directory)
         write_demo(work, seed=1, prompts=prompts)
         with HostNetwork(work / "hosts", count=count, shared=[work]) as network:
+            prepare(network, work)
             for host in network.hosts:
                 network.start_ray(host, cpus=cpus, dashboard=dashboard, settings=QUICK_DEATH)
             yield network, work
