@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=positive_int, default=1, help="runs of each kind, alternating (default 1)")
     parser.add_argument("--seed", type=whole_number, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
     add_json(parser)
 
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.run import write_demo
 
     # The learning rate behind the numbers in docs/benchmarks.md; the demo itself learns more slowly.
-    common = [f"train.steps={args.steps}", "rollout.max_running=512", "optimizer.learning_rate=1e-3"]
+    common = [f"train.steps={args.steps}", "rollout.max_running=512", "optimizer.learning_rate=1e-3", *args.overrides]
     staleness = {"async": args.staleness, "sync": 0}
     overrides = {way: [*common, f"async_training.staleness_threshold={each}"] for way, each in staleness.items()}
     with tempfile.TemporaryDirectory() as directory:

@@ -82,10 +82,11 @@ def test_an_interrupted_run_ends_the_benchmark_without_a_result(
     started: list[str] = []
 
     def interrupted(config: Config, view: PlainView) -> Summary:
-        started.append(config.dir.name)
+        started.append(f"{config.dir.name} of {config.rollout.n}")
         return Summary(finished=False, missed_goals=[], text="interrupted")
 
     monkeypatch.setattr("hwrl.run.pipeline.run_training", interrupted)
     target = tmp_path / "result.json"
-    assert main(["bench", "async", "--steps", "1", "--rounds", "3", "--json", str(target)]) == 130
-    assert started == ["async-0"] and not target.exists() and not capsys.readouterr().out
+    options = ["--steps", "1", "--rounds", "3", "--json", str(target), "rollout.n=8"]
+    assert main(["bench", "async", *options]) == 130
+    assert started == ["async-0 of 8"] and not target.exists() and not capsys.readouterr().out
