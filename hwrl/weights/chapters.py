@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from hwrl.errors import LayoutMismatchError
-from hwrl.weights.destination import Destination, DestinationFactory
-from hwrl.weights.layout import NamedTensor, WeightLayout
+from hwrl.weights.layout import NamedTensor
 
 
 class Chapters:
@@ -59,45 +58,3 @@ class Chapters:
 def described(named: list[NamedTensor]) -> list[NamedTensor]:
     """Return the names with meta tensors, so that no ties are found."""
     return [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in named]
-
-
-class ChapteredDestination:
-    """The destinations of one version: ``first`` for chapter 0, and one for each further chapter.
-
-    ``make_destination`` is the receiver's.
-    """
-
-    def __init__(self, layout: WeightLayout, first: Destination, make_destination: DestinationFactory) -> None:
-        self._layout, self._make_destination = layout, make_destination
-        self._destinations = [first]
-        self.nbytes = layout.payload_nbytes
-        """The bytes of the tensors of all chapters so far."""
-        self.tensors: Mapping[str, torch.Tensor] = {}
-        """The newest version's tensors, in the sender's order; empty if a loader has them."""
-
-    def begin(self) -> Destination:
-        """Prepare for a version; return the destination of its chapter 0."""
-        del self._destinations[1:]
-        self.nbytes = self._layout.payload_nbytes
-        self._destinations[0].begin()
-        return self._destinations[0]
-
-    def begin_chapter(self, layout: WeightLayout) -> Destination:
-        """Return the destination of another chapter. Raises LayoutMismatchError if there is no place for a tensor."""
-        self._destinations[-1].release()  # there is one ring at a time
-        newest = self._destinations[0].further(layout, self._make_destination)
-        self._destinations.append(newest)
-        newest.begin()
-        self.nbytes += layout.payload_nbytes
-        return newest
-
-    def finish(self) -> None:
-        """Complete the version."""
-        for destination in reversed(self._destinations):  # the first one last: it completes the version of a loader
-            destination.finish()
-        self.tensors = {name: tensor for one in self._destinations for name, tensor in one.tensors.items()}
-
-    def cancel(self) -> None:
-        """Drop the version that was begun."""
-        for destination in reversed(self._destinations):
-            destination.cancel()

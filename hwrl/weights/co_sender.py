@@ -140,7 +140,7 @@ class CoSender:
                 f"proposal {number} is unknown", why="rank 0 has forgotten it", fix="use one store on all ranks"
             )
         layout, shares = self._agree(proposal, ranks=reading.ranks)
-        source = WeightSource(lambda: iter(()), lambda: reading.tensors(shares.gatherers))
+        source = WeightSource.of_known_layout(lambda: reading.tensors(shares.gatherers))
         if reading.rank not in shares.ranks:
             for _ in source:
                 pass

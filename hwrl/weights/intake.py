@@ -8,9 +8,8 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
-from hwrl.weights.chapters import ChapteredDestination
 from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
-from hwrl.weights.destination import DestinationFactory
+from hwrl.weights.destination import ChapteredDestination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
 from hwrl.weights.report import StageClock

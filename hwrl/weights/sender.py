@@ -232,7 +232,7 @@ class WeightSender:
         if not isinstance(weights, Iterator):
             return WeightSource.of(weights)
         if self._link is not None and self._link.is_planned:
-            return WeightSource(lambda: iter(()), lambda: weights, once=True)
+            return WeightSource.of_known_layout(lambda: weights, once=True)
         if self.keeps_versions:  # the size of a stored version must be known: the first one is held on the host
             return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in weights])
         chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
@@ -260,7 +260,7 @@ class WeightSender:
             )
 
     def _check_ranks(self, source: WeightSource) -> None:
-        ranks = 1 if source.shared is None else source.shared.ranks
+        ranks = 1 if source.shared is None else source.shared.reads.ranks
         if self.senders > ranks:
             raise ConfigError(
                 f"senders={self.senders} cannot send these weights",
@@ -308,7 +308,7 @@ class WeightSender:
     def _shares(self, layout: WeightLayout, source: WeightSource) -> Shares | None:
         if self.senders == 1 or source.shared is None:
             return None
-        return Shares(layout, sender_ranks(self.senders, source.shared.ranks))
+        return Shares(layout, sender_ranks(self.senders, source.shared.reads.ranks))
 
 
 def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = None) -> tuple[int, int]:

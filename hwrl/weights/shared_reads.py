@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from hwrl.comm import Group
 from hwrl.errors import CommError, ConfigError
 from hwrl.interfaces import TrainEngine
 from hwrl.weights.layout import NamedTensor
-from hwrl.weights.source import Gatherers, WeightSource, gathering_to
+from hwrl.weights.source import Gatherers, SharedRead, WeightSource, gathering_to
 
 _MESSAGE_NBYTES = 256
 _END: dict[str, Any] = {}
@@ -42,7 +41,7 @@ class SharedReads:
         self.group = group
         self._originals = sources
         self.sources = tuple(
-            WeightSource(source.metadata, functools.partial(self._read, (number,)), shared=SharedRead(self, (number,)))
+            WeightSource(source.metadata, functools.partial(self.read, (number,)), shared=SharedRead(self, (number,)))
             for number, source in enumerate(sources)
         )
 
@@ -99,9 +98,18 @@ class SharedReads:
                     break
                 yield pair
 
-    def _read(
+    @property
+    def ranks(self) -> int:
+        """How many ranks read together."""
+        return 1 if self.group is None else self.group.size
+
+    def read(
         self, numbers: Sequence[int], gatherers: Gatherers | None = None, in_round: tuple[str, int] | None = None
     ) -> Iterator[NamedTensor]:
+        """Yield the first rank's tensors of the sources ``numbers``, while the other ranks follow.
+
+        ``in_round`` is a link and the number of its proposal: the co-senders of the link take part.
+        """
         self._tell({"reads": numbers, "round": in_round})
         weights = self.tensors(numbers, gatherers)
         try:
@@ -133,27 +141,6 @@ class SharedReads:
             return message
         received: dict[str, Any] = json.loads(bytes(words.tolist()))
         return received
-
-
-@dataclass(frozen=True)
-class SharedRead:
-    """The sources ``numbers`` of ``reads``, read one after the other."""
-
-    reads: SharedReads
-    numbers: tuple[int, ...]
-
-    def __add__(self, other: SharedRead) -> SharedRead | None:
-        return SharedRead(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks read together."""
-        return 1 if self.reads.group is None else self.reads.group.size
-
-    def for_round(self, source: WeightSource, link: str, number: int, gatherers: Gatherers) -> WeightSource:
-        """Return ``source``, read for proposal ``number`` of ``link``: the first read begins the co-senders' part."""
-        read = functools.partial(self.reads._read, self.numbers, gatherers, (link, number))
-        return WeightSource(source.metadata, read)
 
 
 class SharedReading:

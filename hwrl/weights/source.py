@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
+from hwrl.weights.chapters import Chapters
 from hwrl.weights.layout import NamedTensor
-
-if TYPE_CHECKING:
-    from hwrl.weights.chapters import Chapters
-    from hwrl.weights.shared_reads import SharedRead
 
 AHEAD_NBYTES = 512 << 20
 _log = logging.getLogger("hwrl.weights")
@@ -60,6 +58,11 @@ class WeightSource:
         return cls(lambda: iter(named), lambda: iter(named), isinstance(named, _HOLDS_TENSORS))
 
     @classmethod
+    def of_known_layout(cls, read: Callable[[], Iterator[NamedTensor]], *, once: bool = False) -> WeightSource:
+        """Return a source without metadata, for a transfer that has the layout already."""
+        return cls(lambda: iter(()), read, once=once)
+
+    @classmethod
     def from_module(
         cls, module: torch.nn.Module, *, group: Group | None = None, dtype: torch.dtype | None = None
     ) -> WeightSource:
@@ -84,6 +87,39 @@ class WeightSource:
             self.holds_tensors and other.holds_tensors,
             None if self.shared is None or other.shared is None else self.shared + other.shared,
             self.once or other.once,
+        )
+
+
+class JointReads(Protocol):
+    """Reads that several ranks make together: :class:`~hwrl.weights.SharedReads`."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks read together."""
+
+    def read(
+        self, numbers: Sequence[int], gatherers: Gatherers | None = None, in_round: tuple[str, int] | None = None
+    ) -> Iterator[NamedTensor]:
+        """Yield the first rank's tensors of the sources ``numbers``."""
+
+    def release(self, link: str) -> None:
+        """Let the co-senders of ``link`` close their connections and free their device memory."""
+
+
+@dataclass(frozen=True)
+class SharedRead:
+    """The sources ``numbers`` of ``reads``, read one after the other."""
+
+    reads: JointReads
+    numbers: tuple[int, ...]
+
+    def __add__(self, other: SharedRead) -> SharedRead | None:
+        return SharedRead(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
+
+    def for_round(self, source: WeightSource, link: str, number: int, gatherers: Gatherers) -> WeightSource:
+        """Return ``source``, read for proposal ``number`` of ``link``: the first read begins the co-senders' part."""
+        return WeightSource(
+            source.metadata, functools.partial(self.reads.read, self.numbers, gatherers, (link, number))
         )
 
 

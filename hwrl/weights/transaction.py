@@ -384,7 +384,7 @@ class Transaction:
             layout = link.plan(described(tensors))
             link.end.end_round(sending)  # its notes are read
             sending.end_chapter(ChapterNote(ChapterKind.NEXT, layout.to_json()))
-            reader = TensorReader(layout, WeightSource(lambda: iter(()), functools.partial(iter, tensors)))
+            reader = TensorReader(layout, WeightSource.of_known_layout(functools.partial(iter, tensors)))
             link.end.send(sending, reader, self._clock)
             del tensors, reader  # before the next ones are made
         link.end.end_round(sending)

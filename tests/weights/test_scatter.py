@@ -29,8 +29,7 @@ from hwrl.weights import (
     WeightSource,
     ring_nbytes_of,
 )
-from hwrl.weights.chapters import ChapteredDestination
-from hwrl.weights.destination import DestinationFactory
+from hwrl.weights.destination import ChapteredDestination, DestinationFactory
 from hwrl.weights.slabs import SlabLease, TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
