@@ -20,8 +20,8 @@ _CAPABILITY = (9, 0)
 _TOLERANCE = 0.02
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIM, _HEAD_DIM_STEP = 128, 8
-_forward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-_backward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+forward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+backward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _SHORTEST = 64
 """Below this length nothing is gained, and the kernel refuses rows of one token."""
 _MOST_PADDING = 1.35
@@ -56,7 +56,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = _Rows.of(cu_seqlens, tokens=query.shape[0], max_length=max_length)
     padded = (rows.pad(each) for each in (query, key, value))
-    out, logsumexp, *_ = _forward_kernel(*padded, None, True, 0.0, True, False, scale=scale)
+    out, logsumexp, *_ = forward_kernel(*padded, None, True, 0.0, True, False, scale=scale)
     return rows.unpad(out), logsumexp.reshape(rows.count, query.shape[1], max_length)
 
 
@@ -80,7 +80,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = _Rows.of(cu_seqlens, tokens=query.shape[0], max_length=max_length)
     no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
-    gradients = _backward_kernel(
+    gradients = backward_kernel(
         rows.pad_with_zeros(gradient),
         *(rows.pad(each) for each in (query, key, value, out)),
         logsumexp.unsqueeze(-1),

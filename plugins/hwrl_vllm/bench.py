@@ -307,7 +307,7 @@ class RolloutProcess(EngineProcess):
         """Return the bytes that this process and vLLM's workers hold, and the most of each."""
         from hwrl_vllm.bench_ways import held_by_workers, held_nbytes
 
-        workers = self.engine._core.call_workers(partial(held_by_workers, reset=reset))
+        workers = self.engine.core.call_workers(partial(held_by_workers, reset=reset))
         return [held_nbytes(reset=reset), *map(tuple, workers)]
 
     def _extra_nbytes(self) -> dict[str, int]:
@@ -341,7 +341,7 @@ class RolloutProcess(EngineProcess):
 
     def use_sleep_memory(self, memory: str) -> None:
         if memory == "vLLM":
-            self.engine._vllm.collective_rpc(_use_vllm_memory)
+            self.engine.vllm.collective_rpc(_use_vllm_memory)
 
     def time_sleep(self, level: int) -> dict[str, float]:
         freed, seconds = _timed(lambda: self.engine.sleep(level=level))

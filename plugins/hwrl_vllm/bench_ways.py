@@ -111,7 +111,7 @@ class VllmTransfer(TransferWay):
             begin = begin or time.perf_counter()
             if not method:
                 break
-            self._engine._vllm.collective_rpc(method, kwargs=self._decode(arguments))
+            self._engine.vllm.collective_rpc(method, kwargs=self._decode(arguments))
             self._worker.backend.synchronize()
             self._worker.put(self._key("done", self._calls), True)
         self._engine.version = version
@@ -185,7 +185,7 @@ class VllmNccl(VllmTransfer):
         if engine is None:
             self._group = self._module.NCCLWeightTransferEngine.trainer_init(info)
         else:
-            engine._vllm.collective_rpc("init_weight_transfer_engine", args=({**info, "rank_offset": 1},))
+            engine.vllm.collective_rpc("init_weight_transfer_engine", args=({**info, "rank_offset": 1},))
 
     def _send_tensors(self) -> None:
         described = {

@@ -13,9 +13,6 @@ import torch
 
 from hwrl_vllm.scheduler import NewTokens, unpack
 
-_LOOK_S = 1.0
-"""How often a wait for the engine core's process checks that it lives."""
-
 
 class Core(ABC):
     """The engine core behind ``client``, vLLM's client of it. It runs ahead: it begins steps before hwrl needs them.
@@ -102,8 +99,13 @@ class InlineCore(Core):
 class ProcessCore(Core):
     """The engine core in a process of its own, which steps on its own while it has requests.
 
-    vLLM's client would wait for ever after the process's death, so this class waits itself.
+    vLLM's client would wait for ever after the process's death, so this class waits itself: it looks every ``look_s``
+    whether the process lives.
     """
+
+    def __init__(self, client: Any, *, look_s: float = 1.0) -> None:
+        super().__init__(client)
+        self._look_s = look_s
 
     @property
     def has_ended(self) -> bool:
@@ -112,7 +114,7 @@ class ProcessCore(Core):
     def next_tokens(self) -> list[NewTokens]:
         while True:
             try:
-                return self._taken([self._client.outputs_queue.get(timeout=_LOOK_S)])
+                return self._taken([self._client.outputs_queue.get(timeout=self._look_s)])
             except queue.Empty:
                 self._require_alive()
 
@@ -128,7 +130,7 @@ class ProcessCore(Core):
         self._client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
         while True:
             try:
-                return future.result(timeout=_LOOK_S)
+                return future.result(timeout=self._look_s)
             except TimeoutError:
                 if future.done():
                     raise

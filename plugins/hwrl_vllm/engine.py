@@ -67,6 +67,8 @@ class VllmEngine(RolloutEngine):
     weights, and generates nothing until an update succeeds. A failed step drops the pending requests, and ends vLLM's
     process if it has one.
 
+    :attr:`vllm` is vLLM's ``LLMEngine``, and :attr:`core` the engine core behind it; change nothing in them.
+
     With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises UnsupportedError if vLLM has none on this device,
     and ConfigError if it has no place for a part of the adapter, or no such ``settings.sampling``.
     """
@@ -92,11 +94,11 @@ class VllmEngine(RolloutEngine):
         self._causes = Causes()
         self._decode = text_decoder(settings.model_directory)
         try:
-            self._vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
+            self.vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
         except BaseException:
             self._causes.close()
             raise
-        self._core = core_of(self._vllm.engine_core)
+        self.core = core_of(self.vllm.engine_core)
         self._causes.clear()  # of what the start survived
         try:
             self._prepare()
@@ -120,7 +122,7 @@ class VllmEngine(RolloutEngine):
         require_weights(self.version, pending=self.pending())
         if self._requests and not self._finished:
             with self._or_no_weights("generating"):
-                self._take(self._core.next_tokens())
+                self._take(self.core.next_tokens())
         finished, self._finished = self._finished, []
         return finished
 
@@ -136,7 +138,7 @@ class VllmEngine(RolloutEngine):
         self._waiting, self._finished = [], []
         if requests:
             with self._or_no_weights("dropping requests"):
-                self._core.abort(requests)
+                self.core.abort(requests)
         return dropped
 
     def check_weights(self, tensors: Weights) -> None:
@@ -183,7 +185,7 @@ class VllmEngine(RolloutEngine):
 
     def close(self) -> None:
         super().close()
-        self._core.close()
+        self.core.close()
         self._causes.close()
 
     def sleep(self, *, level: int) -> int:
@@ -192,11 +194,11 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             return 0
         with self._or_no_weights("falling asleep"):
-            self._take(self._core.pause())  # of aborted requests
+            self._take(self.core.pause())  # of aborted requests
             self._on_workers(WeightLoading.hwrl_release_receiver)
             free_nbytes = self._free_nbytes()
             self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
-            self._core.sleep(level)
+            self.core.sleep(level)
             self._cache_number += 1
             if level > 1:
                 self._forget_weights()
@@ -207,7 +209,7 @@ class VllmEngine(RolloutEngine):
         asleep = self._asleep.intersection(tags)
         if asleep:
             with self._or_no_weights("waking up"):
-                self._core.wake(sorted(asleep))
+                self.core.wake(sorted(asleep))
                 self._asleep -= asleep
                 self._resume()
 
@@ -247,7 +249,7 @@ class VllmEngine(RolloutEngine):
 
     def _repair(self, otherwise: str) -> str:
         """Return how to go on after a failure of vLLM."""
-        if self._core.has_ended:
+        if self.core.has_ended:
             return "make a new engine, because vLLM's process has ended; in a run the replica is replaced"
         return f"{otherwise}; after a worker's death, make a new engine"
 
@@ -275,7 +277,7 @@ class VllmEngine(RolloutEngine):
     def _stop_serving(self) -> None:
         """Finish the step that has begun; begin no other, and have no version and no base."""
         with self._or_no_weights("finishing a step before an update"):
-            self._take(self._core.pause())
+            self._take(self.core.pause())
         for partial in self._requests.values():
             partial.mark(self.version)
         self.version = -1
@@ -314,7 +316,7 @@ class VllmEngine(RolloutEngine):
         self, method: Callable[..., _WorkerResultT], *args: Any, timeout_s: float | None = None
     ) -> list[_WorkerResultT]:
         """Return each worker's result of ``method``, one of WeightLoading's."""
-        return self._core.call_workers(method.__name__, *args, timeout_s=timeout_s)
+        return self.core.call_workers(method.__name__, *args, timeout_s=timeout_s)
 
     def _on_device(self, weights: Weights, name: str) -> Weights:
         """Return ``weights`` where the workers can read them: a worker process cannot open host memory."""
@@ -341,7 +343,7 @@ class VllmEngine(RolloutEngine):
     def _resume(self) -> None:
         """Let vLLM run if it can: it has weights and is awake. Give it the waiting requests."""
         if self.version >= 0 and not self._asleep:
-            self._core.resume()
+            self.core.resume()
             waiting, self._waiting = self._waiting, []
             for name in waiting:
                 self._give(name)
@@ -358,14 +360,14 @@ class VllmEngine(RolloutEngine):
         """Let vLLM run the request. Its salt hides cache entries of other weights, and from before a sleep."""
         given = copy.copy(self._requests[name].core_request)
         given.request_id, given.cache_salt = name, str(self._cache_number)
-        self._core.add(given)
+        self.core.add(given)
 
     def _core_request(self, request: GenerationRequest) -> Any:
         """Return the request as vLLM's engine core takes it, but for its name and its salt."""
         sampling = vllm_sampling(request.sampling, self._settings.eos_ids)
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": "0"}
         try:
-            return self._vllm.input_processor.process_inputs(
+            return self.vllm.input_processor.process_inputs(
                 str(request.request_id),
                 prompt,
                 sampling,
@@ -400,13 +402,13 @@ class VllmEngine(RolloutEngine):
             response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
             self._finished.append(Completion(partial.request.request_id, response))
         if stopped:
-            self._core.abort(stopped)
+            self.core.abort(stopped)
 
     def _restart_requests(self) -> None:
         """Restart the requests without a token: their prompts may have been computed with the old weights."""
         begun = self._requests.keys() - self._waiting
         without = [name for name, partial in self._requests.items() if name in begun and not partial.token_ids]
-        self._core.abort(without)
+        self.core.abort(without)
         for name in without:
             self._add(self._requests.pop(name))
 

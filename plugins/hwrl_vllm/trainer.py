@@ -52,10 +52,10 @@ class TransferClient(Protocol):
 class TransferTrainerInit:
     """The settings of :class:`TransferTrainer`.
 
-    ``rank`` is the trainer's rank; rank 0 sends. ``host`` is this machine's address for the workers. ``transport`` and
-    ``timeout_s`` are those of :class:`~hwrl.weights.WeightSender`. With ``keep_old_version`` each worker has memory
-    for its part of a second version during an update, and the old one serves until all workers have the new one.
-    Without it each version is loaded in place.
+    ``rank`` is the trainer's rank; rank 0 sends. ``host`` is this machine's address for the workers. ``transport``,
+    ``slab_nbytes`` and ``timeout_s`` are those of :class:`~hwrl.weights.WeightSender`. With ``keep_old_version`` each
+    worker has memory for its part of a second version during an update, and the old one serves until all workers have
+    the new one. Without it each version is loaded in place.
     """
 
     backend: ClassVar[str] = "hwrl"
@@ -64,6 +64,7 @@ class TransferTrainerInit:
     transport: str = "device"
     keep_old_version: bool = True
     timeout_s: float = 60.0
+    slab_nbytes: int | None = None
 
     @property
     def is_sender(self) -> bool:
@@ -91,7 +92,12 @@ class TransferTrainer:
         self._link = self._join()
         self._is_unsure = False
         """True while we do not know whether an update is under way."""
-        self._sender = WeightSender(self._store, transport=init_info.transport, timeout_s=init_info.timeout_s)
+        self._sender = WeightSender(
+            self._store,
+            transport=init_info.transport,
+            slab_nbytes=init_info.slab_nbytes,
+            timeout_s=init_info.timeout_s,
+        )
 
     @classmethod
     def trainer_init(cls, init_info: TransferTrainerInit, *, client: TransferClient, source: Any) -> TransferTrainer:

@@ -42,8 +42,8 @@ def backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, logsumex
 
 @pytest.fixture(autouse=True)
 def without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "_forward_kernel", forward)
-    monkeypatch.setattr(cudnn, "_backward_kernel", backward)
+    monkeypatch.setattr(cudnn, "forward_kernel", forward)
+    monkeypatch.setattr(cudnn, "backward_kernel", backward)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -75,7 +75,7 @@ def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     def without_scale(*args: Any, scale: float) -> Any:
         return backward(*args, scale=1.0)
 
-    monkeypatch.setattr(cudnn, "_backward_kernel", without_scale)
+    monkeypatch.setattr(cudnn, "backward_kernel", without_scale)
     assert cudnn.error_of_trial("cpu") > 0.1
 
 

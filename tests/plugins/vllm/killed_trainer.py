@@ -7,7 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-from hwrl.weights import WeightSender
 from hwrl_vllm import ServerClient, TransferTrainer, TransferTrainerInit
 from tests.plugins.vllm.linked import interrupted
 from tests.plugins.vllm.serving import ON_HOST, Policy
@@ -16,13 +15,13 @@ from tests.plugins.vllm.serving import ON_HOST, Policy
 def main(url: str, model_directory: Path, *, keep_old_version: bool) -> None:
     weights = Policy(model_directory).change()
     source = interrupted(weights, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    trainer = TransferTrainer(
-        TransferTrainerInit(keep_old_version=keep_old_version), client=ServerClient(url), source=source
+    settings = TransferTrainerInit(
+        keep_old_version=keep_old_version,
+        transport="device" if ON_HOST else "ipc",
+        slab_nbytes=1 << 14,  # many slabs, so that some are sent
+        timeout_s=20.0,
     )
-    # Many slabs, so that some are sent.
-    transport = "device" if ON_HOST else "ipc"
-    trainer._sender = WeightSender(trainer._store, transport=transport, slab_nbytes=1 << 14, timeout_s=20.0)
-    trainer.send_weights()
+    TransferTrainer(settings, client=ServerClient(url), source=source).send_weights()
 
 
 if __name__ == "__main__":

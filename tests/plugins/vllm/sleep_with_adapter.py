@@ -41,7 +41,7 @@ def sleep(engine: VllmEngine, *, level: int) -> None:
     if not ON_HOST:
         engine.sleep(level=level)
     elif level == 2:
-        assert all(lost > 20 for lost in engine._core.call_workers(lose))
+        assert all(lost > 20 for lost in engine.core.call_workers(lose))
         engine.version, engine.base = -1, None
 
 

@@ -41,7 +41,7 @@ def main(model_directory: Path, transport: str) -> None:
             assert linked.report is not None and linked.report.receivers in (2, 0)
             check(engine, policy, version)
         if plain:
-            assert all(engine._core.call_workers(lambda worker: worker._hwrl_loading.copies is not None))
+            assert all(engine.core.call_workers(lambda worker: worker.hwrl_loading.copies is not None))
         engine.load_weights(policy.change().items(), version=20)  # as with weights.keep_old_version
         check(engine, policy, 20)
         _check_a_dead_sender(linked, policy)

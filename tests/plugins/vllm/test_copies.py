@@ -173,7 +173,7 @@ def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_model(tmp_path, form)
     policy, engine = Policy(tmp_path), engine_of(tmp_path, engine_core="inline")  # a function is called in its worker
     try:
-        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_loading.copies)  # made before any weights
+        plans = engine.vllm.collective_rpc(lambda worker: worker.hwrl_loading.copies)  # made before any weights
         assert [{part.name for _, part in plan.copies} for plan in plans] == [policy.model.state_dict().keys()]
         with Linked(engine, "device" if DEVICE.type == "cpu" else "host") as linked:
             for version in range(4):

@@ -94,7 +94,7 @@ def engine(shared_engine: VllmEngine, policy: Policy) -> Iterator[VllmEngine]:
 def test_greedy_tokens_equal_transformers_after_each_of_20_updates_into_the_workers_weights(
     engine: VllmEngine, policy: Policy, transport: str
 ) -> None:
-    if transport == "ipc" and isinstance(engine._core, InlineCore):
+    if transport == "ipc" and isinstance(engine.core, InlineCore):
         pytest.skip("a process does not open its own memory")
     requests = requests_of(4)
     with Linked(engine, transport) as linked:
@@ -191,8 +191,8 @@ def forcing(policy: Policy, token: int) -> dict[str, torch.Tensor]:
 
 
 def test_each_token_has_the_version_of_the_weights_that_forced_it(engine: VllmEngine, policy: Policy) -> None:
-    if isinstance(engine._core, InlineCore):
-        assert engine._vllm.engine_core.engine_core.batch_queue is not None, "vLLM schedules asynchronously"
+    if isinstance(engine.core, InlineCore):
+        assert engine.vllm.engine_core.engine_core.batch_queue is not None, "vLLM schedules asynchronously"
     token_of = {version: 2 + version % 13 for version in range(2000, 2030)}
     engine.load_weights(forcing(policy, 2).items(), version=1999)
     token_of[1999] = 2
@@ -261,7 +261,7 @@ def test_a_request_that_vllm_refuses_is_told_with_its_reason(
         raise ValueError("the queue is full")
 
     monkeypatch.setattr(
-        engine._vllm.input_processor, "process_inputs", refuse
+        engine.vllm.input_processor, "process_inputs", refuse
     )  # no request of hwrl's is known to be refused
     (request,) = requests_of(1)
     with pytest.raises(EngineError, match=rf"vLLM refuses request {request.request_id}(.|\n)*the queue is full"):
@@ -270,7 +270,7 @@ def test_a_request_that_vllm_refuses_is_told_with_its_reason(
 
 
 def test_what_fails_in_a_step_leaves_no_weights_and_a_whole_version_heals(engine: VllmEngine, policy: Policy) -> None:
-    if isinstance(engine._core, ProcessCore):
+    if isinstance(engine.core, ProcessCore):
         pytest.skip("its process ends with the error: the test of an engine of its own")
     (beyond,) = requests_of(1)
     beyond.prompt_ids[:] = 1_000_000
@@ -346,7 +346,7 @@ def test_a_corrupt_version_is_not_received_and_the_old_one_serves(
 def test_weights_that_cannot_be_lent_to_a_worker_process_leave_the_version_before(
     engine: VllmEngine, policy: Policy
 ) -> None:
-    if engine._worker_is_here:
+    if isinstance(engine.core, InlineCore):
         pytest.skip("the worker is in this process and reads the weights themselves")
     before = engine.version
     torn = policy.change()
@@ -390,7 +390,7 @@ def test_what_was_cached_before_a_sleep_is_not_read_after_it(
 ) -> None:
     monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
     for name in ("sleep", "wake"):  # as if vLLM kept what it has cached
-        monkeypatch.setattr(engine._core, name, lambda argument: None)
+        monkeypatch.setattr(engine.core, name, lambda argument: None)
     requests = requests_of(4, prompt=2 * BLOCK + 6)
     generate(engine, requests)
     engine.sleep(level=1)
@@ -405,7 +405,7 @@ def test_the_process_holds_one_model_or_none_beside_vllms_process(
     before = {id(one) for ref in parameters_before if (one := ref()) is not None}
     held = [one for one in parameters() if id(one) not in before]
     held_nbytes = sum(one.nbytes for one in held)
-    if isinstance(engine._core, ProcessCore):
+    if isinstance(engine.core, ProcessCore):
         assert held_nbytes == 0
     else:
         assert 0 < held_nbytes < 1.5 * sum(one.nbytes for one in policy.model.parameters())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import os
 import pickle
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,7 @@ import torch
 
 from hwrl.discovery import get_backend
 from hwrl.errors import DeviceMemoryError, EngineError
-from hwrl.interfaces import GenerationRequest, RolloutSettings, Sampling, WeightOffer
-from hwrl.weights import Taken
+from hwrl.interfaces import Backend, GenerationRequest, RolloutSettings, Sampling, WeightOffer
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_vllm import engine as engine_module
 from hwrl_vllm.causes import CAUSES
@@ -30,6 +31,7 @@ from hwrl_vllm.worker import WeightLoading
 
 SETTINGS = RolloutSettings(model_directory=Path("/m"), dtype=torch.float32, eos_ids=[1], max_running=8, max_length=64)
 REFUSED = 13
+Make = Callable[..., VllmEngine]
 
 
 class DeadError(Exception):
@@ -98,17 +100,28 @@ def core() -> FakeCore:
 
 
 @pytest.fixture
-def engine(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
-    """An engine without weights."""
+def make(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Return a maker of engines without weights; the workers are in this process if ``engine_core`` is inline."""
     vllm = SimpleNamespace(engine_core=None, input_processor=SimpleNamespace(process_inputs=process_inputs))
     monkeypatch.setenv(CAUSES, "")  # so that its value comes back
     monkeypatch.setattr(engine_module, "build_model", lambda *args, **options: torch.nn.Linear(2, 2))
     monkeypatch.setattr(engine_module, "start_vllm", lambda *args, **options: vllm)
     monkeypatch.setattr(engine_module, "vllm_sampling", lambda *args: None)
     monkeypatch.setattr(engine_module, "core_of", lambda client: core)
-    made = VllmEngine(SETTINGS, options={"engine_core": "inline"}, backend=get_backend())
-    yield made
-    made.close()
+    with contextlib.ExitStack() as made:
+
+        def engine_of(engine_core: str, *, backend: Backend | None = None, **settings: Any) -> VllmEngine:
+            options = {"engine_core": engine_core}
+            engine = VllmEngine(replace(SETTINGS, **settings), options=options, backend=backend or get_backend())
+            made.callback(engine.close)
+            return engine
+
+        yield engine_of
+
+
+@pytest.fixture
+def engine(make: Make) -> VllmEngine:
+    return make("inline")
 
 
 def load(engine: VllmEngine, version: int) -> None:
@@ -125,8 +138,8 @@ def request(number: int, token: int = 3) -> GenerationRequest:
     return GenerationRequest(number, np.array([token], np.int32), Sampling(8))
 
 
-def test_an_engine_serves_only_what_all_its_workers_hold(engine: VllmEngine, core: FakeCore) -> None:
-    engine.receivers, engine._held = 2, [Taken()] * 2
+def test_an_engine_serves_only_what_all_its_workers_hold(make: Make, core: FakeCore) -> None:
+    engine = make("process", tensor_parallel=2)
     engine.submit([request(1)])
     core.taken = [[7, 1, 5, "", False], [0, 0, -1, "the bytes were others", False]]  # as they come through msgpack
     assert engine.receive_weights(offer(5, (1, 2))) is None and engine.version == -1 and not core.given
@@ -149,14 +162,11 @@ def test_weights_that_were_lost_are_not_counted_as_held(engine: VllmEngine, core
     assert engine.receive_weights(offer(5, (None,))) is None and engine.version == -1
 
 
-def test_each_call_of_a_worker_is_one_of_its_methods(
-    engine: VllmEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine._worker_is_here = False
+def test_each_call_of_a_worker_is_one_of_its_methods(make: Make, core: FakeCore) -> None:
+    engine = make("process", may_sleep=True)
     load(engine, 1)
-    assert core.called[:2] == ["hwrl_record", "hwrl_load_lent"]
+    assert (core.called[0], core.called[-1]) == ("hwrl_record", "hwrl_load_lent")
     engine.receive_weights(offer(5, (None,)))
-    engine._settings = replace(SETTINGS, may_sleep=True)
     engine.sleep(level=1)
     assert set(core.called) - {"hwrl_record", "hwrl_load_lent"} >= {"hwrl_receive", "hwrl_free_nbytes"}
     assert [name for name in core.called if not callable(getattr(WeightLoading, name, None))] == []
@@ -199,22 +209,25 @@ def test_workers_that_do_not_answer_leave_no_version(engine: VllmEngine, core: F
 
 
 class FullBackend(CpuBackend):
-    """A device beside the host, without room."""
+    """A device that is ``full`` later, and then beside the host."""
+
+    full = False
 
     def device(self, index: int | None = None) -> torch.device:
-        return torch.device("meta")
+        return torch.device("meta") if self.full else super().device(index)
 
 
 def test_weights_that_do_not_fit_beside_the_version_in_use_leave_it_in_use(
-    engine: VllmEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+    make: Make, core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried 1 GiB")
 
+    backend = FullBackend(INFO)
+    engine = make("process", backend=backend)
     load(engine, 1)
     engine.submit([request(7)])
-    monkeypatch.setattr(engine, "_worker_is_here", False)
-    monkeypatch.setattr(engine, "_backend", FullBackend(INFO))
+    backend.full = True
     with (
         monkeypatch.context() as full,
         pytest.raises(DeviceMemoryError, match="the copy of version 2 for vLLM's workers"),
@@ -303,7 +316,7 @@ def test_the_reason_of_a_failed_step_is_the_error_of_vllms_process(engine: VllmE
     load(engine, 1)
     engine.submit([request(1)])
     core.failing = {"next_tokens"}
-    path = engine._causes._path
+    path = Path(os.environ[CAUSES])
     path.write_text('[["IndexError"], "IndexError: row 9"]\n')
     with pytest.raises(EngineError) as raised:
         engine.step()
@@ -338,9 +351,8 @@ class FakeClient:
 def test_a_wait_ends_when_nobody_reads_the_answers(left: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(UTILITY=b"\x03"))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", kinds)
-    monkeypatch.setattr("hwrl_vllm.core._LOOK_S", 0.01)
     told = "a broken message" if left else "thread that reads the answers"
     with pytest.raises((OSError, RuntimeError), match=told):
-        ProcessCore(FakeClient(left)).call("pause_scheduler")
+        ProcessCore(FakeClient(left), look_s=0.01).call("pause_scheduler")
     with pytest.raises((OSError, RuntimeError), match=told):
-        ProcessCore(FakeClient(left)).next_tokens()
+        ProcessCore(FakeClient(left), look_s=0.01).next_tokens()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hwrl.errors import CommError, EngineError
-from hwrl.weights import WeightSource
+from hwrl.weights import WeightLayout, WeightSource
 from hwrl_vllm import TransferTrainer, TransferTrainerInit, plugin
 from tests.plugins.vllm import stand_in
 from tests.plugins.vllm.stand_in import VERSIONS, Worker, Workers
@@ -21,10 +21,10 @@ MakeWorkers = Callable[..., Workers]
 
 
 class ByName:
-    """vLLM's loaders of a model that has its parameters under their names in files."""
+    """vLLM's loaders of a model with the parameters' names of its files. They raise an error if the model ``fails``."""
 
     def __init__(self, model: torch.nn.Module, **configs: Any) -> None:
-        self._model, self.fails = model, False
+        self._model = model
 
     def begin(self) -> None: ...
 
@@ -32,7 +32,7 @@ class ByName:
         own = self._model.state_dict()
         with torch.no_grad():
             for number, (name, tensor) in enumerate(tensors):
-                if self.fails and number == 3:
+                if getattr(self._model, "fails", False) and number == 3:
                     raise RuntimeError("no room for it")
                 own[name].copy_(tensor)
 
@@ -91,7 +91,7 @@ def test_two_workers_have_each_version(factory: ModuleType, workers_of: MakeWork
         trainer.send_weights()
         assert same(workers, model)
         change(model)
-    assert [bool(one.engine._loading.copies) for one in workers.workers] == [keep_old_version] * 2
+    assert [bool(one.engine.loading.copies) for one in workers.workers] == [keep_old_version] * 2
     trainer.shutdown()
 
 
@@ -124,20 +124,25 @@ def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
     workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, model = workers_of(), tiny_model()
+    full: list[str] = []
+    loading = workers.workers[1].engine.loading
+    stage = loading.stage
+
+    def stage_if_room(layout: WeightLayout) -> Any:
+        if full:
+            raise torch.OutOfMemoryError(*full)
+        return stage(layout)
+
+    monkeypatch.setattr(loading, "stage", stage_if_room)
     trainer = trainer_for(workers, model, timeout_s=2.0)
     trainer.send_weights()
     old = tiny_model()
     old.load_state_dict(model.state_dict())
     change(model)
-
-    def full(layout: Any) -> Any:
-        raise torch.OutOfMemoryError("the device is full")
-
-    with monkeypatch.context() as patch:
-        (intake,) = workers.workers[1].engine._receiver._intakes.values()
-        patch.setattr(intake, "_place", full)
-        with pytest.raises(EngineError, match="rank 1: OutOfMemoryError: the device is full"):
-            trainer.send_weights()
+    full.append("the device is full")
+    with pytest.raises(EngineError, match="rank 1: OutOfMemoryError: the device is full"):
+        trainer.send_weights()
+    full.clear()
     assert same(workers, old) and not any(one.is_updating for one in workers.workers)
     trainer.send_weights()
     assert same(workers, model)
@@ -145,12 +150,12 @@ def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
 
 def test_a_load_that_fails_says_that_weights_are_mixed_and_the_next_one_repairs_them(workers_of: MakeWorkers) -> None:
     workers, model = workers_of(), tiny_model()
-    loaders = workers.workers[1].engine._loading._reload
-    loaders.fails = True
+    broken = workers.workers[1].model
+    broken.fails = True
     trainer = trainer_for(workers, model)
     with pytest.raises(EngineError, match=r"weights are of two versions(.|\n)*rank 1: RuntimeError: no room for it"):
         trainer.send_weights()
-    loaders.fails = False
+    broken.fails = False
     trainer.send_weights()
     assert same(workers, model)
 
