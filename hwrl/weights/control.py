@@ -117,7 +117,7 @@ class Abandonment:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the two ends of a link wait for each other, in seconds; all follow from the sender's ``timeout_s``.
+    """How long the two ends of a link wait for each other, in seconds; most follow from the sender's ``timeout_s``.
 
     A healthy receiver must not give up while the sender still waits for a hung one.
     """
@@ -125,6 +125,8 @@ class Limits:
     timeout_s: float
     slack_s: float = 10.0
     """For the sender's own work between two waits, on a busy machine."""
+    patience_s: float = 1.0
+    """The longest wait for a new receiver while others wait for the version, too. It gets a later one."""
 
     @property
     def votes_s(self) -> float:

@@ -36,8 +36,9 @@ class WeightSender:
     and receivers fetch them later: at most ``versions`` files (1 if only one version is ever sent), in memory or under
     ``directory``.
 
-    A new receiver that does not come within a second, while others do, gets a later version instead. It is excluded if
-    it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for long.
+    A new receiver that does not come within ``patience_s``, while others do, gets a later version instead. It is
+    excluded if it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for
+    long.
 
     ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
     each wait for receivers; they derive their own limits from it.
@@ -60,6 +61,7 @@ class WeightSender:
         versions: int = 3,
         directory: Path | None = None,
         timeout_s: float = 60.0,
+        patience_s: float = 1.0,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         _check_transport(transport, transports)
@@ -73,7 +75,7 @@ class WeightSender:
         nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders, slab_nbytes=slab_nbytes)
         self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
         self._versions, self._directory = versions, directory
-        self._limits = Limits(float(timeout_s))
+        self._limits = Limits(float(timeout_s), patience_s=patience_s)
         self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()

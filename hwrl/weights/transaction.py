@@ -34,8 +34,6 @@ _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
 _BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
 _STOP_S = 0.01
-_PATIENCE_S = 1.0
-"""The longest wait for a new receiver while others wait for the version, too. It gets a later one."""
 WHY_CHARACTERS = 300
 
 
@@ -285,7 +283,7 @@ class Transaction:
         new = link.membership.new_among(to)
         if passed_s >= link.limits.timeout_s:
             new = set(to)
-        late = passed_s >= _PATIENCE_S
+        late = passed_s >= link.limits.patience_s
         return [member for member in to if not (late and member in new) or member in self._seen]
 
     def _propose(self, to: Sequence[int]) -> SenderRound:
@@ -318,7 +316,7 @@ class Transaction:
             reader.read_ahead()  # receivers are getting ready meanwhile
         with self._clock("rendezvous"):
             new, began_s = self._link.membership.new_among(proposal.to), time.monotonic()
-            late = sending.wait_for_ready(timeout_s, new=new, patience_s=_PATIENCE_S)
+            late = sending.wait_for_ready(timeout_s, new=new, patience_s=self._link.limits.patience_s)
             self._seen |= sending.seen
             silent: Sequence[int] = late
             if new.issuperset(late):

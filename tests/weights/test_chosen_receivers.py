@@ -158,13 +158,13 @@ def test_a_receiver_that_is_removed_while_votes_are_counted_has_no_version(
 
         def vote(channel: ControlChannel, proposal: Proposal, member: int) -> Any:
             found = original(channel, proposal, member)
-            sender._membership.remove({"b"}, "a test")
+            sender.remove("b", why="a test")
             return found
 
         monkeypatch.setattr(ControlChannel, "vote", vote)
         waiting = [beside(one.receive) for one in (a, b)]
         assert sender.publish(1, model_of(1)).receivers == 1 and waiting[0]().version == 1
-        assert sender._membership.served.keys() == sender._membership.members.keys()
+        assert sender.receivers() == ("a",) and sender.new_receivers() == ()
         with pytest.raises(ReceiverExcludedError, match="a test"):
             waiting[1]()
 
@@ -364,7 +364,7 @@ def test_a_removal_at_the_last_moment_excludes_nobody_else(store: Store, monkeyp
 
         def start(channel: ControlChannel, proposal: Proposal, answer: Start) -> None:
             original(channel, proposal, answer)
-            sender._membership.remove({"b"}, "a test")  # the others are about to connect with it
+            sender.remove("b", why="a test")  # the others are about to connect with it
 
         monkeypatch.setattr(ControlChannel, "start", start)
         waiting = [beside(one.receive) for one in (a, b)]

@@ -20,14 +20,9 @@ __all__ = ["store"]  # the fixture
 TIMEOUT_S, SOON_S, PATIENCE_S = 10.0, 5.0, 0.2
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hwrl.weights.transaction._PATIENCE_S", PATIENCE_S)
-
-
 @pytest.fixture
 def sender(store: Store) -> Iterator[WeightSender]:
-    with sender_of(store, timeout_s=TIMEOUT_S) as sender:
+    with sender_of(store, timeout_s=TIMEOUT_S, patience_s=PATIENCE_S) as sender:
         yield sender
 
 
@@ -42,19 +37,19 @@ def publish(sender: WeightSender, version: int, *receivers: WeightReceiver) -> t
     return seconds, report
 
 
-def test_a_new_receiver_that_does_not_come_delays_no_version_for_long(store: Store, sender: WeightSender) -> None:
-    with receiver_of(store, "old") as old:
+def test_a_new_receiver_that_does_not_come_delays_no_version_for_long(store: Store) -> None:
+    with sender_of(store, timeout_s=TIMEOUT_S, patience_s=1.5) as sender, receiver_of(store, "old") as old:
         publish(sender, 1, old)
         with receiver_of(store, "new"):
             seconds, report = publish(sender, 2, old)
-            assert PATIENCE_S <= seconds < SOON_S and report.receivers == 1
+            assert 1.5 <= seconds < SOON_S and report.receivers == 1
             assert not report.excluded and sender.new_receivers() == ("new",), "it gets a later version"
 
 
 def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with sender_of(store, timeout_s=4.0) as sender, receiver_of(store, "old") as old:
+    with sender_of(store, timeout_s=4.0, patience_s=PATIENCE_S) as sender, receiver_of(store, "old") as old:
         publish(sender, 1, old)
         with receiver_of(store, "new"), caplog.at_level(logging.WARNING, "hwrl.weights"):
             deadline_s = time.monotonic() + 60.0
