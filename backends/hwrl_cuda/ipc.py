@@ -66,7 +66,9 @@ def export(memory: torch.Tensor) -> Handle:
 
 def open(handle: Handle) -> torch.Tensor:
     """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
-    raw = bytes.fromhex(str(handle["memory"]))
+    raw, offset, nbytes = bytes.fromhex(str(handle["memory"])), int(handle["offset"]), int(handle["nbytes"])
+    if len(raw) != _HANDLE_NBYTES or offset < 0 or nbytes < 0:
+        raise ValueError(f"{len(raw)} bytes of {_HANDLE_NBYTES}, for {nbytes:,} bytes at {offset:,}")
     index = _index_of(str(handle["device"]))
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context(index):
@@ -79,7 +81,6 @@ def open(handle: Handle) -> torch.Tensor:
                 why=f"{exc}; its process must live, keep the tensor, and be in no other IPC namespace",
                 fix="open it while the exporter keeps it; share the host's IPC and PID namespaces between containers",
             ) from exc
-    offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
     if offset + nbytes > size.value:
         _close(base.value, index)
         raise CommError(

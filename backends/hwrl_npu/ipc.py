@@ -44,6 +44,8 @@ def open(handle: Handle, *, devices: DeviceMap) -> torch.Tensor:
     raw = bytes.fromhex(str(handle["memory"]))
     index = _index_of(int(handle["device"]), devices)
     offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
+    if offset < 0 or nbytes < 0:
+        raise ValueError(f"{nbytes:,} bytes at {offset:,}")
     kind: Any = torch.UntypedStorage
     # Use the device first: the next call crashes otherwise.
     memory = torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index))

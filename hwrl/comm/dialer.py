@@ -18,6 +18,7 @@ from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
 _CONNECT_S = 10.0
+_RETRY_S = 0.1
 _Made = TypeVar("_Made")
 
 
@@ -41,6 +42,7 @@ class Dialer:
         self._listener, self._making, self._lock = listener, threading.Lock(), threading.Lock()
         self._dialed: collections.deque[socket.socket] = collections.deque()
         self._relays: list[_Relay] = []
+        self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hwrl store dialer", daemon=True).start()
 
     def make(self, client: Callable[[], _Made], *, timeout_s: float = _CONNECT_S, starts_server: bool = False) -> _Made:
@@ -51,10 +53,13 @@ class Dialer:
         with self._making:
             with self._lock:
                 before = list(self._relays)
-            if not starts_server:  # torch would try a lost connection again and again, and print a C++ stack each time
-                self._dialed.append(dial(self.address, timeout_s=timeout_s))
-            with brief_name_lookups():
-                made = client()
+            try:
+                if not starts_server:  # torch tries a lost connection again and again, and prints a C++ stack each time
+                    self._dialed.append(dial(self.address, timeout_s=timeout_s))
+                with brief_name_lookups():
+                    made = client()
+            finally:
+                self._close_dialed()
             with self._lock:
                 new = [relay for relay in self._relays if relay not in before]
             if len(new) == 1:  # else torch has connected by itself at the same time, and the relays stay
@@ -63,20 +68,30 @@ class Dialer:
 
     def close(self) -> None:
         """Stop listening. Clients stay connected."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def _close_dialed(self) -> None:
+        """Close a connection that :meth:`make` dialed and torch did not take."""
+        while self._dialed:
+            with contextlib.suppress(IndexError):  # taken at this moment
+                self._dialed.popleft().close()
+
     def _serve(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
             except ConnectionError:
                 continue
-            except OSError:
-                return
-            with contextlib.suppress(OSError):  # gone already
+            except OSError:  # closed; or the process has too many files, so wait until it closes one
+                self._closed.wait(_RETRY_S)
+                continue
+            try:
                 self._connect(client)
+            except OSError:  # gone already, or too many files
+                client.close()
 
     def _connect(self, client: socket.socket) -> None:
         near, far = _peer_of(client.getpeername()), _peer_of(client.getsockname())

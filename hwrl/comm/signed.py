@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from hwrl.errors import CommError, CommTimeoutError
 
+_log = logging.getLogger("hwrl.comm")
 _TCP_MD5SIG_EXT = 32
 _ANY_PEER_NBYTES, _LONGEST_KEY_NBYTES = 128, 80
 _FOR_ALL_PEERS = (1, 0)  # the flag "for a network", and the length of the network's prefix
@@ -25,6 +27,10 @@ A restarted machine cannot refuse it sooner: its refusal is not signed.
 """
 _OPEN = "open"
 _OPEN_VARIABLE = "HWRL_OPEN_STORE"
+OPEN_WARNING = (
+    f"{_OPEN_VARIABLE}=1: stores have no key, so any process that can connect to this machine can join, change and end "
+    "the run"
+)
 
 
 class KeyedAddress(NamedTuple):
@@ -46,6 +52,11 @@ class KeyedAddress(NamedTuple):
         with contextlib.suppress(ValueError):  # a name
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store has no key."""
+        return self.key == _OPEN
 
     @property
     def place(self) -> str:
@@ -81,9 +92,11 @@ def require_key(listener: socket.socket, key: str) -> None:
 def new_key(random: str) -> str:
     """Return ``random`` as the key of a new store, or "open" if the user accepts open stores.
 
-    Raises CommError if the kernel cannot keep strangers out, and the user does not accept that.
+    The first open store of a process logs a warning. Raises CommError if the kernel cannot keep strangers out, and the
+    user does not accept that.
     """
     if os.environ.get(_OPEN_VARIABLE) == "1":
+        warn_of_open_stores()
         return _OPEN
     why = why_open()
     if why is None:
@@ -94,6 +107,12 @@ def new_key(random: str) -> str:
         fix=f"use a Linux kernel with CONFIG_TCP_MD5SIG, or set {_OPEN_VARIABLE}=1 if no stranger can connect to this "
         "machine, as in a sandbox of your own (docs/security.md)",
     )
+
+
+@functools.cache
+def warn_of_open_stores() -> None:
+    """Log :data:`OPEN_WARNING`, once in a process."""
+    _log.warning(OPEN_WARNING)
 
 
 @functools.cache

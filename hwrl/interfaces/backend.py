@@ -353,14 +353,25 @@ class Backend:
         handle is damaged, stale or from another host, or if its device is not visible here.
         """
         self.require(Capability.DEVICE_IPC, needed_for="open another process's device memory")
-        return self._open_memory(unseal(handle))
+        fields = unseal(handle)
+        try:
+            return self._open_memory(fields)
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
+            raise CommError(
+                "cannot open another process's memory",
+                why=f"its handle is malformed: {type(exc).__name__}: {exc}",
+                fix="use the same hwrl in both processes",
+            ) from exc
 
     def _export_memory(self, memory: torch.Tensor) -> Handle:
         """Return the fields for :meth:`_open_memory`; backends with ``device_ipc`` implement both."""
         raise NotImplementedError(f"{self!r} claims device_ipc, but does not implement it")
 
     def _open_memory(self, handle: Handle) -> torch.Tensor:
-        """Return the memory of ``handle``; it is unchanged and from another process."""
+        """Return the memory of ``handle``; it is unchanged and from another process.
+
+        May raise KeyError, TypeError, ValueError or OverflowError if it is malformed.
+        """
         raise NotImplementedError(f"{self!r} claims device_ipc, but does not implement it")
 
     def register_host_memory(self, memory: torch.Tensor) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hwrl.comm import PrefixStore, Store, store_address
 from hwrl.errors import HwrlError
+from hwrl.interfaces import Handle
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Vote, VoteKind
+from hwrl.weights.transports.ipc import Window
+from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
 from tests.support.stranger import as_stranger
 from tests.support.weight_link import channel_of, exchange, model_of, receiver_of, sender_of, store
@@ -178,6 +184,55 @@ def test_junk_in_a_note_is_an_error_of_hwrl_or_ignored(store: Store, key: str) -
         for junk in _JUNK:
             link.store.set(key, junk)  # type: ignore[arg-type]  # bytes are not in the stubs
             _use(sender, receiver)
+
+
+def _junk_handles() -> list[dict[str, str | int | None]]:
+    fields = ("pid", "fd", "inode", "offset", "nbytes")
+    junk: tuple[str | int | None, ...] = (None, "junk", -1, 1 << 70)  # None: the field is missing
+    return [{field: value} for field in fields for value in junk]
+
+
+@pytest.mark.parametrize("fields", _junk_handles(), ids=str)
+def test_junk_in_a_handle_of_memory_is_an_error_of_hwrl(fields: dict[str, str | int | None]) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    handle = {**CpuBackend(INFO).export_memory(memory), **fields}
+    with pytest.raises(HwrlError, match="cannot open another process's memory"):
+        _opened_elsewhere({name: value for name, value in handle.items() if value is not None})
+
+
+def _opened_elsewhere(handle: Handle) -> torch.Tensor:
+    """Open ``handle`` as another process does, which has another identity."""
+    fields = {name: value for name, value in handle.items() if name != "sum"} | {"process": "another"}
+    return CpuBackend(INFO).open_memory({**fields, "sum": zlib.crc32(json.dumps(fields, sort_keys=True).encode())})
+
+
+@pytest.mark.parametrize("fault", ["a pipe", "another file", "open to others", "another user's"])
+def test_shared_memory_that_no_process_of_this_user_exported_is_not_opened(tmp_path: Path, fault: str) -> None:
+    if fault == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    if fault == "a pipe":
+        os.mkfifo(tmp_path / "file")
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    try:
+        os.fchmod(file, 0o604 if fault == "open to others" else 0o600)
+        os.fchown(file, os.getuid() + (fault == "another user's"), -1)
+        inode = os.fstat(file).st_ino + (fault == "another file")
+        place: Handle = {"pid": os.getpid(), "fd": file, "inode": inode, "offset": 0, "nbytes": 0}
+        with pytest.raises(HwrlError, match=r"is another file by now|belongs to another user or is open to others"):
+            _opened_elsewhere(place)
+    finally:
+        os.close(file)
+
+
+_WINDOW_JUNK = ["{}", '{"handles": [], "stay": [], "places": []}', '{"handles": [{}], "stay": [1], "places": [[0, 0]]}']
+
+
+@pytest.mark.parametrize("junk", [*_JUNK, *_WINDOW_JUNK])
+def test_junk_in_a_window_of_the_ipc_transport_is_an_error_of_hwrl(junk: str | bytes) -> None:
+    note = junk.encode() if isinstance(junk, str) else junk
+    with pytest.raises(HwrlError):
+        for handle in Window.read(note, max_places=9).handles:
+            CpuBackend(INFO).open_memory(handle)
 
 
 @pytest.mark.parametrize("counter", ["epochs", "joins", "numbers", "proposal numbers"])

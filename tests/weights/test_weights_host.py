@@ -225,13 +225,53 @@ def test_a_file_that_is_not_what_the_sender_made_is_refused_before_it_is_read(
                 receiver.receive(timeout_s=20.0)
 
 
+@pytest.mark.parametrize("fault", ["another name", "a link", "open to others", "another user's", "a link in it"])
+def test_a_directory_or_a_link_that_no_sender_of_this_user_made_is_not_opened(
+    store: Store, tmp_path: Path, fault: str
+) -> None:
+    if fault == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    options = {"transport": "host", "directory": tmp_path}
+    with sender_of(store, **options) as sender, receiver_of(store) as receiver:
+        sender.publish(1, model_of(1))
+        proposal = newest_proposal(store)
+        assert isinstance(proposal.payload, HostPayload)
+        forged = _forged(Path(proposal.payload.directory), fault)
+        payload = replace(proposal.payload, directory=str(forged))
+        channel_of(store).propose(replace(proposal, number=proposal.number + 1, payload=payload))
+        with pytest.raises(TransferFailedError, match=r"no directory of a sender|Not a directory|symbolic link"):
+            receiver.receive(timeout_s=20.0)
+        with sender_of(store, **options) as other:  # it deletes the directories of dead senders
+            other.publish(2, model_of(2))
+        assert fault == "another name" or forged.exists()
+
+
+def _forged(senders: Path, fault: str) -> Path:
+    """Return a directory like the one of a sender, with its files, that is wrong in one way."""
+    forged = senders.parent / ("weights" if fault == "another name" else "hwrl-weights-forged")
+    if fault == "a link":
+        forged.symlink_to(senders)
+        return forged
+    forged.mkdir(mode=0o700)
+    for file in senders.iterdir():
+        if fault == "a link in it":
+            (forged / file.name).symlink_to(file)
+        else:
+            os.link(file, forged / file.name)
+    if fault == "open to others":
+        forged.chmod(0o701)
+    if fault == "another user's":
+        os.chown(forged, os.getuid() + 1, -1)
+    return forged
+
+
 @contextlib.contextmanager
 def _file_for(directory: Path, fault: str) -> Iterator[int]:
     if fault == "a pipe":
         os.mkfifo(directory / "pipe")
         file = os.open(directory / "pipe", os.O_RDWR | os.O_NONBLOCK)
     elif fault == "can be shortened":
-        file = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = os.memfd_create("hwrl-weights-unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(file, 0o600)
     else:
         file = MemoryFiles().make(0, nbytes=4096)

@@ -26,6 +26,7 @@ from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
+_OPENED = os.O_RDWR | os.O_NONBLOCK  # without the second one, opening a pipe would block
 _HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are written, plus one after the checksums
 
 
@@ -133,11 +134,11 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
 
 def is_alive(payload: HostPayload) -> bool:
     """Return whether the sender still has its files."""
-    if payload.directory:
-        return _is_owned(Path(payload.directory))
     try:
+        if payload.directory:
+            return _is_owned(Path(payload.directory))
         return os.stat(_path(payload, payload.slot)).st_ino == payload.inodes[payload.slot]
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
@@ -146,15 +147,45 @@ def _path(payload: HostPayload, slot: int) -> str:
 
 
 def _open(proposal: Proposal, slot: int) -> int:
+    """Open the file. The payload comes from the store: nothing is opened that no sender of this user can have made."""
+    payload = payload_of(proposal)
     try:
-        path = _path(payload_of(proposal), slot)
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without it, opening a pipe would block
-    except (OSError, ValueError) as exc:
+        return _open_in_directory(payload, slot) if payload.directory else _open_in_memory(payload, slot)
+    except OSError as exc:
         raise TransferFailedError(
             f"version {proposal.version} is not on this host",
             why=f"{exc}: its sender has closed it, is dead, runs as another user, or runs on another host",
             fix="publish again; use transport='device' between hosts, and directory=… between containers",
         ) from exc
+    except ValueError as exc:
+        raise TransferFailedError(
+            f"version {proposal.version} cannot be read", why=str(exc), fix="publish again"
+        ) from exc
+
+
+def _open_in_directory(payload: HostPayload, slot: int) -> int:
+    directory = _open_senders(Path(payload.directory))
+    try:
+        return os.open(str(payload.files[slot]), _OPENED | os.O_NOFOLLOW, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _open_in_memory(payload: HostPayload, slot: int) -> int:
+    path = _path(payload, slot)
+    if not os.readlink(path).startswith(f"/memfd:{_PREFIX}"):  # opening a device has effects
+        raise ValueError(f"{path} is another file by now")
+    return os.open(path, _OPENED)
+
+
+def _open_senders(directory: Path) -> int:
+    """Open the directory of a sender of this user. Raises OSError or ValueError if it is no such directory."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    status = os.fstat(opened)
+    if directory.name.startswith(_PREFIX) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return opened
+    os.close(opened)
+    raise ValueError(f"{directory} is no directory of a sender, belongs to another user or is open to others")
 
 
 def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
@@ -267,19 +298,25 @@ def _new_directory(base: Path) -> tuple[Path, int]:
 
 
 def _delete_abandoned(base: Path) -> None:
-    """Delete the directories of dead senders."""
+    """Delete the directories of dead senders of this user."""
     for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or just deleted
+        with contextlib.suppress(OSError, ValueError):  # another user's, or just deleted
             if not _is_owned(left):
                 shutil.rmtree(left)
 
 
 def _is_owned(directory: Path) -> bool:
-    """Return whether the maker of ``directory`` lives: it holds a lock there."""
+    """Return whether the maker of ``directory`` lives: it holds a lock there.
+
+    Raises OSError or ValueError if it is no directory of a sender of this user.
+    """
+    place = _open_senders(directory)
     try:
-        owner = os.open(directory / "owner", os.O_RDWR)
+        owner = os.open("owner", _OPENED | os.O_NOFOLLOW, dir_fd=place)
     except FileNotFoundError:
         return False
+    finally:
+        os.close(place)
     try:
         fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
