@@ -258,6 +258,9 @@ def starve(name: str, pids: Sequence[int], *, nbytes: int) -> Callable[[], None]
 def _remove_group(group: Path) -> None:
     deadline_s = time.monotonic() + 10.0
     while group.exists() and time.monotonic() < deadline_s:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it has ended
+                (MEMORY_GROUPS / "cgroup.procs").write_text(pid)  # it needed no more memory
         try:
             group.rmdir()
         except OSError:  # a killed process is still ending

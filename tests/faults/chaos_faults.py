@@ -179,8 +179,8 @@ FAULTS: dict[str, tuple[Act, float]] = {
     "end host1, boot after 10 s": (_halt, 10.0),
     "host1 at 2 Mbit/s for 10 s": (_slow, 10.0),
     "host1's replicas crash for 15 s": (_crash_loop, 15.0),
-    "a replica out of memory": (_starve(REPLICA), 1.0),
-    "a trainer rank out of memory": (_starve(TRAINER), 1.0),
+    "a replica out of memory": (_starve(REPLICA), 10.0),
+    "a trainer rank out of memory": (_starve(TRAINER), 10.0),
     "host1's clock 2 h ahead for 10 s": (_disturb(clock_s=_CLOCK_S), 10.0),
     "host1's disk slow for 15 s": (_disturb(sync_s=_SYNC_S), 15.0),
 }
