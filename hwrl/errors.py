@@ -36,6 +36,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+_WHY_CHARACTERS = 300
+
 
 def manual(page: str) -> Path:
     """Return the path of a docs page: inside an installed wheel, or beside the package in the source tree."""
@@ -209,3 +211,17 @@ def note(error: BaseException, later: Exception) -> None:
 def with_notes(error: BaseException) -> str:
     """Return the message of ``error`` and its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message that is not empty, or its type without one.
+
+    Errors of torch and Ray have a stack below it.
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its message, at most 300 characters."""
+    line = first_line(error)
+    return line if line == type(error).__name__ else f"{type(error).__name__}: {line[:_WHY_CHARACTERS]}"

@@ -6,7 +6,16 @@ from collections.abc import Callable
 import pytest
 
 from hwrl import errors
-from hwrl.errors import BackendNotFoundError, ConfigError, DataError, HwrlError, attempt_all, with_notes
+from hwrl.errors import (
+    BackendNotFoundError,
+    ConfigError,
+    DataError,
+    HwrlError,
+    attempt_all,
+    first_line,
+    in_one_line,
+    with_notes,
+)
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HwrlError)]
 
@@ -71,3 +80,15 @@ def test_what_goes_wrong_after_an_error_does_not_take_its_place() -> None:
     error = ConfigError("first")
     attempt_all(raising(OSError("second")), after=error)
     assert with_notes(error).endswith("then OSError: second")
+
+
+@pytest.mark.parametrize(
+    ("error", "first", "line"),
+    [
+        (ValueError("\n  torch says no  \n  stack\n"), "torch says no", "ValueError: torch says no"),
+        (ValueError(), "ValueError", "ValueError"),
+        (ValueError("x" * 400), "x" * 400, f"ValueError: {'x' * 300}"),
+    ],
+)
+def test_one_line_of_an_error_is_without_its_stack(error: Exception, first: str, line: str) -> None:
+    assert (first_line(error), in_one_line(error)) == (first, line)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hwrl.comm.store import first_line
-from hwrl.errors import CommError, CommTimeoutError, PeerLostError
+from hwrl.errors import CommError, CommTimeoutError, PeerLostError, first_line
 
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "remote process", "refused")
 """Parts of collective libraries' messages about a lost connection."""

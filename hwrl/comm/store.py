@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hwrl.comm.dialer import Dialer
-from hwrl.comm.signed import KeyedAddress, new_key, require_key
-from hwrl.errors import CommError, PeerLostError
+from hwrl.comm.signed import OPEN_WARNING, KeyedAddress, new_key, require_key
+from hwrl.errors import CommError, PeerLostError, first_line
 
 _BACKLOG = 4096
 _served_or_joined: list[Dialer] = []
@@ -206,8 +206,3 @@ def clone_store(store: Store) -> Store:
     dialer = _dialer_of(store)
     with store_failures():
         return clone() if dialer is None else dialer.make(clone)
-
-
-def first_line(exc: BaseException) -> str:
-    """Return the message of torch's error without the C++ stack below it."""
-    return str(exc).partition("\n")[0]

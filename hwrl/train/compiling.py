@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, in_one_line
 from hwrl.interfaces import Backend, Capability
 
 _log = logging.getLogger("hwrl.train")
@@ -100,10 +100,10 @@ class _Compiled:
             if self._run is self._plain or self._required:
                 raise EngineError(
                     f"{_name(self._plain)} cannot be compiled",
-                    why=_first_line(exc),
+                    why=in_one_line(exc),
                     fix="train with train.compile=auto or false; for a missing compiler, install it",
                 ) from exc
-            _log.log(self._level, "%s runs uncompiled, and slower: %s", _name(self._plain), _first_line(exc))
+            _log.log(self._level, "%s runs uncompiled, and slower: %s", _name(self._plain), in_one_line(exc))
             self._run = self._plain
             return self._plain(*args, **kwargs)
 
@@ -118,15 +118,10 @@ def explained_compilation() -> Iterator[None]:
     except TorchDynamoException as exc:
         raise EngineError(
             "the backward pass cannot be compiled",
-            why=_first_line(exc),
+            why=in_one_line(exc),
             fix="set train.compile=false",
         ) from exc
 
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = str(exc).strip().splitlines()
-    return f"{type(exc).__name__}: {lines[0]}" if lines else type(exc).__name__

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from hwrl.errors import in_one_line
 from hwrl.interfaces import Kernels
 
 _log = logging.getLogger("hwrl.train")
@@ -93,8 +94,7 @@ def _why_not(module: torch.nn.Module, forward: _Forward, device: torch.device, d
     try:
         got = _results(module, parameters, x)
     except Exception as exc:  # noqa: BLE001 - a vendor's compiler raises its own exceptions
-        first_line = str(exc).strip().partition("\n")[0]
-        return f"the backend's operation raised {type(exc).__name__}: {first_line}"
+        return f"the backend's operation raised {in_one_line(exc)}"
     finally:
         del module.forward
         if own is not None:

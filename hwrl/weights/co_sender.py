@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from hwrl.comm import Store, first_line
+from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommError, TransferFailedError
+from hwrl.errors import CommError, TransferFailedError, first_line, in_one_line
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Limits, Proposal
 from hwrl.weights.layout import WeightLayout
@@ -26,7 +26,6 @@ from hwrl.weights.transport import SenderContext, SenderRound, Transport, Transp
 from hwrl.weights.transports import TRANSPORTS
 
 _LOOK_S = 0.2
-_WHY_CHARACTERS = 300
 
 
 def _report_key(share: int) -> str:
@@ -204,7 +203,7 @@ class CoSender:
             report.write(ShareKind.LOST, first_line(exc))
             self._abort()
         except BaseException as exc:
-            report.write(ShareKind.FAILED, f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}")
+            report.write(ShareKind.FAILED, in_one_line(exc))
             self._abort()
             raise
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from hwrl.comm import Store, first_line
+from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError
+from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError, in_one_line
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.chapters import Chapters, described
 from hwrl.weights.control import ControlChannel, Limits, Metadata, Proposal, checked_metadata
@@ -21,7 +21,7 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource, drain
-from hwrl.weights.transaction import WHY_CHARACTERS, OutgoingVersion, SenderLink
+from hwrl.weights.transaction import OutgoingVersion, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
 
@@ -226,8 +226,7 @@ class WeightSender:
             if self._channel.epoch() == self._epoch:
                 self._membership.refresh()
                 waiting = [member for member in self._membership.lacking(content, to) if member not in told]
-                why = f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}"
-                self._channel.abandon(self._epoch, version, why, to=waiting)
+                self._channel.abandon(self._epoch, version, in_one_line(exc), to=waiting)
 
     def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
         """Return ``weights`` as a source; an iterator is read as far as it can be held."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from hwrl.comm import first_line
-from hwrl.errors import CommError, TransferFailedError
+from hwrl.errors import CommError, TransferFailedError, in_one_line
 from hwrl.weights.chapters import Chapters, described
 from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
@@ -34,7 +33,6 @@ _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
 _BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
 _STOP_S = 0.01
-WHY_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -237,9 +235,8 @@ class Transaction:
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
         if self._proposal is not None:
-            why = f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}"
             with contextlib.suppress(CommError):  # the store is lost, too
-                self._link.channel.give_up(self._proposal, why)
+                self._link.channel.give_up(self._proposal, in_one_line(exc))
 
     def _repeat_rounds(self) -> None:
         """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""

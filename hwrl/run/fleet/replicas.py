@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from hwrl.errors import EngineError, HwrlError, InputChangedError
+from hwrl.errors import EngineError, HwrlError, InputChangedError, first_line
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
@@ -20,7 +20,7 @@ from hwrl.run.fleet.restarts import RestartPlan
 from hwrl.run.fleet.run_ledger import RunLedger
 from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
-from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_died, why_ended
+from hwrl.run.processes.answers import DEATHS, Answer, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from hwrl.errors import HwrlError
+from hwrl.errors import HwrlError, first_line
 
 DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
 """Ray's errors for a call to a dead process."""
@@ -87,8 +87,3 @@ def why_died(death: Exception) -> str:
         if sign in text:
             return reason
     return first_line(death)
-
-
-def first_line(exc: Exception) -> str:
-    """Return the first line of an error's text, or its type."""
-    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
