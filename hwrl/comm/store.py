@@ -155,6 +155,12 @@ def is_on_loopback(store: Store) -> bool:
     return dialer is not None and dialer.address.is_loopback
 
 
+def open_warning(store: Store) -> str | None:
+    """Return a warning for the run's log if ``store`` of :func:`serve_store` has no key, else None."""
+    dialer = _dialer_of(store)
+    return OPEN_WARNING if dialer is not None and dialer.address.is_open else None
+
+
 def _dialer_of(store: Store) -> Dialer | None:
     """Return the dialer behind ``store``, None for a store that needs none."""
     while isinstance(store, PrefixStore):

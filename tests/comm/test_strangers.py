@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import resource
 import secrets
 import socket
 import struct
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwrl.comm import Comm, PrefixStore, await_keys, connect_store, serve_store, signed, store_address
+from hwrl.comm import Comm, PrefixStore, await_keys, connect_store, open_warning, serve_store, signed, store_address
 from hwrl.comm.signed import KeyedAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
 from hwrl.testing.processes import run_processes
@@ -60,6 +61,7 @@ def test_another_user_neither_reads_nor_writes() -> None:
 
 def test_a_process_of_another_run_is_refused() -> None:
     store, other = serve_store(), serve_store()
+    assert open_warning(store) is None
     place, key = store_address(store).split("#")[0], store_address(other).split("#")[1]
     with pytest.raises(CommTimeoutError, match=rf"no store answers at {place}[\s\S]*it has another key") as refused:
         connect_store(f"{place}#{key}", timeout_s=0.2)
@@ -126,14 +128,19 @@ def test_a_crowd_of_members_joins_at_once() -> None:
     assert len(members) == 300
 
 
-def test_a_kernel_without_signatures_is_an_error_unless_the_user_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_signatures_is_an_error_unless_the_user_accepts_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     signed.why_open.cache_clear()
+    signed.warn_of_open_stores.cache_clear()
     monkeypatch.setattr(signed, "_TCP_MD5SIG_EXT", 250)
     try:
         with pytest.raises(CommError, match=r"closed to strangers[\s\S]*HWRL_OPEN_STORE=1"):
             serve_store()
         monkeypatch.setenv("HWRL_OPEN_STORE", "1")
-        store = serve_store()
+        store, _ = serve_store(), serve_store()
+        assert caplog.text.count("HWRL_OPEN_STORE=1: stores have no key") == 1
+        assert "stores have no key" in str(open_warning(store))
         connect_store(store_address(store)).set("key", "value")
         assert store.get("key") == b"value"
     finally:
@@ -151,6 +158,27 @@ def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
         require_key(late, address.key)
         late.listen()
         early.result().close()
+
+
+def test_a_store_serves_new_clients_after_its_process_had_too_many_files() -> None:
+    assert run_processes(_too_many_files, 1, timeout_s=60.0) == ["here"]
+
+
+def _too_many_files(rank: int) -> str:
+    store = serve_store()
+    address = KeyedAddress.parse(store_address(store))
+    limit, hard = 256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    with socket.socket() as early, contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.enter_context(open("/dev/null", "rb"))
+        early.connect(("127.0.0.2" if address.host == "127.0.0.1" else address.host, address.port))
+        early.settimeout(1.0)
+        with contextlib.suppress(TimeoutError):  # not taken yet: no file is left for it
+            assert early.recv(1) == b"", "taken and refused: no file is left to look at it"
+    connect_store(store_address(store), timeout_s=5.0).set("key", "here")
+    return store.get("key").decode()
 
 
 # -- process groups ---------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def chatml_policy(*texts: str, **fields: Any) -> ScriptedPolicy:
 
 @dataclass
 class HttpAnswer:
-    """An answer: its status, and its JSON or the JSON of its events."""
+    """An answer: its status, and its JSON or the JSON of its events; None if it is empty."""
 
     status: int
     body: Any
@@ -96,7 +96,7 @@ def call(url: str, body: Any = None, *, token: str = "", content: bytes | None =
             status, text, kind = answer.status, answer.read().decode(), answer.headers["content-type"]
     except urllib.error.HTTPError as exc:
         with exc:
-            return HttpAnswer(exc.code, json.loads(exc.read()))
+            return HttpAnswer(exc.code, json.loads(exc.read() or b"null"))
     if kind.startswith("text/event-stream"):
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert events.pop() == "[DONE]"

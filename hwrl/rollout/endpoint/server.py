@@ -99,7 +99,8 @@ class EndpointServer:
             ],
             exception_handlers={
                 EndpointError: _refuse,
-                HTTPException: _refuse_path,
+                HTTPException: self._refuse_path,
+                _UnknownTokenError: _refuse_stranger,
                 HwrlError: _report,
                 Exception: _report_unexpected,
             },
@@ -108,18 +109,25 @@ class EndpointServer:
     # -- one request --------------------------------------------------------------------------------------------
 
     def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint with the token of ``request``."""
+        """Return the endpoint with the token of ``request``. Raises _UnknownTokenError if none has it."""
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         endpoint = self._endpoints.get(token.partition("-")[0])
         expected = endpoint.api_key if endpoint is not None else ""
         matches = hmac.compare_digest(token.encode(), expected.encode())
         if endpoint is None or kind.lower() != "bearer" or not matches:
-            raise EndpointError(
-                "the token is unknown; use the endpoint's api_key, which ends with its run of the workflow",
-                status=401,
-                code="invalid_api_key",
-            )
+            raise _UnknownTokenError
         return endpoint
+
+    async def _refuse_path(self, request: Request, exc: Exception) -> HttpResponse:
+        """Tell the holder of a token which paths there are, and a stranger nothing."""
+        assert isinstance(exc, HTTPException)
+        try:
+            self._endpoint(request)
+        except _UnknownTokenError:
+            return HttpResponse(status_code=exc.status_code)
+        path = f"{request.method} {request.url.path}"
+        message = f"{path}: {exc.detail}; chat/completions, completions and models are served"
+        return JSONResponse(EndpointError(message, status=exc.status_code).body(), status_code=exc.status_code)
 
     async def _models(self, request: Request) -> HttpResponse:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "hwrl"}
@@ -135,6 +143,10 @@ class EndpointServer:
         endpoint = self._endpoint(request)
         asked = read_request(CompletionRequest, await _body(request))
         return await _answer(request, endpoint, endpoint.complete(asked), stream=asked.stream)
+
+
+class _UnknownTokenError(Exception):
+    """The request has no token of an endpoint; the answer is empty."""
 
 
 class _QuietServer(uvicorn.Server):
@@ -202,10 +214,8 @@ async def _refuse(request: Request, exc: Exception) -> HttpResponse:
     return JSONResponse(exc.body(), status_code=exc.status)
 
 
-async def _refuse_path(request: Request, exc: Exception) -> HttpResponse:
-    assert isinstance(exc, HTTPException)
-    message = f"{request.method} {request.url.path}: {exc.detail}; chat/completions, completions and models are served"
-    return JSONResponse(EndpointError(message, status=exc.status_code).body(), status_code=exc.status_code)
+async def _refuse_stranger(request: Request, exc: Exception) -> HttpResponse:
+    return HttpResponse(status_code=401)
 
 
 async def _report(request: Request, exc: Exception) -> HttpResponse:

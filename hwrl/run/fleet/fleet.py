@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from hwrl.checkpoint import find_checkpoints
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import open_warning, serve_store, store_address
 from hwrl.discovery import get_backend
 from hwrl.errors import HwrlError, attempt_all
 from hwrl.interfaces import PromptGroup
@@ -48,6 +48,8 @@ class Fleet:
         # Other machines of a cluster must reach the store. On one machine nobody else should.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
+        if (warning := open_warning(self._store)) is not None:
+            log(f"warning: {warning}")
         self._devices = RunDevices(config, self._backend)
         self._monitor = ProcessMonitor(
             heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), several_hosts=not is_local()

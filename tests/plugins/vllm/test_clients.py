@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import pytest
 
 from hwrl.errors import EngineError
@@ -25,3 +27,25 @@ def test_a_server_that_is_not_there_is_named() -> None:
         pass
     with pytest.raises(EngineError, match=f"{url} did not answer resume"):
         ServerClient(url).resume()
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://localhost.example.org", "http://127.example.org"])
+def test_a_key_does_not_travel_to_another_machine_in_the_clear(url: str) -> None:
+    with pytest.raises(EngineError, match=r"in the clear[\s\S]*plain_http=True"):
+        ServerClient(url)
+    ServerClient(url, plain_http=True)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://10.0.0.1", "http://127.0.0.1:8000", "http://[::1]:8000", "http://localhost:1"]
+)
+def test_addresses_that_others_cannot_read_need_no_setting(url: str) -> None:
+    ServerClient(url)
+
+
+def test_a_servers_answer_is_shown_without_the_key_that_it_repeats() -> None:
+    key = secrets.token_urlsafe(32)
+    answers = {"/init_weight_transfer_engine": (422, f"unknown: 127.0.0.1:1#{key}")}
+    with route_server([], answers) as url, pytest.raises(EngineError, match="unknown: 127") as refused:
+        ServerClient(url).init_weight_transfer_engine({})
+    assert key not in str(refused.value)
