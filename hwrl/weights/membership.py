@@ -20,10 +20,7 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Postponed(NamedTuple):
-    """New members that missed a version: the names of those that get a later one, and the ``silent`` numbers.
-
-    The silent ones have missed versions for too long.
-    """
+    """New members left out of a version. ``names`` get a later one; ``silent`` have missed versions for too long."""
 
     names: list[str]
     silent: list[int]
@@ -110,7 +107,7 @@ class Membership:
             return sum(found == content for found in self.served.values())
 
     def new_among(self, members: Collection[int]) -> set[int]:
-        """Return those of ``members`` that have committed nothing; none as long as no member at all has."""
+        """Return the ``members`` that have committed nothing. Empty until some member has committed."""
         with self._lock:
             return {member for member in members if member not in self.served} if self.served else set()
 

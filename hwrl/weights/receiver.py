@@ -63,11 +63,11 @@ class WeightReceiver:
     """A rollout replica's end of the link ``name``. It joins when it is made, and uses the sender's transport.
 
     Without ``into`` it holds memory for two versions: the old one serves until the new one is whole. With ``into``
-    (names → tensors on this process's device, at least those that are sent) each version is received into these
-    tensors, and a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes is held for tensors that lie otherwise than
-    the slabs. The old version is then lost when a transfer begins: :attr:`version` is None, and the tensors must not be
-    used, until a transfer succeeds. With ``loader`` each version goes there tensor by tensor as it comes
-    (:class:`TensorStream`), beside the same ring, and the old version is lost likewise;
+    (names → tensors on this process's device, at least those that are sent) versions are received into these tensors.
+    Tensors that are laid out differently from the slabs go through a ring of at most ``slabs`` slabs and
+    ``ring_nbytes`` bytes. The old version is then lost when a transfer begins: :attr:`version` is None, and the tensors
+    must not be used, until a transfer succeeds. With ``loader`` it gets each tensor as it comes
+    (:class:`TensorStream`), through the same ring, and the old version is lost, too;
     :class:`~hwrl.weights.StreamReceiver` yields the tensors instead.
 
     ``newest=False`` ignores the version that is already proposed and waits for later ones. Use it from one thread, but

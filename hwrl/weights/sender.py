@@ -110,10 +110,10 @@ class WeightSender:
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
         It is read during the transfer, and again if the transfer is repeated. Only some slabs of tensors that are made
-        while they are read are held at a time. An iterator (a generator) is read once, always to its end; a transfer
-        that breaks then fails (TransferFailedError), unless nothing was read or so little that it is held. Its tensors
-        must own their memory. Reading may be collective: a read that has begun goes on to the end, also if this
-        raises. Tensors must not change until this returns.
+        while they are read are held at a time. An iterator can be read only once, and is always read to its end. If the
+        transfer breaks after it was read, it fails (TransferFailedError), unless all tensors read so far are still
+        held. Its tensors must own their memory. Reading may be collective: a read that has begun goes on to the end,
+        also if this raises. Tensors must not change until this returns.
 
         The first call plans the layout, from the source's metadata; from an iterator, while it is read. Later calls
         must bring the same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its
@@ -146,11 +146,10 @@ class WeightSender:
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
     def new_receivers(self) -> tuple[str, ...]:
-        """Return the replicas that joined and have committed no version from this sender since; cheap.
+        """Return the receivers that have joined and committed no version of this sender; cheap.
 
-        A receiver with an older version of this sender is not among them. They get a version by the next ``publish``,
-        of a new one or of the newest again. Always empty with the host transport, because receivers fetch stored
-        versions without the sender.
+        The next ``publish`` sends them a version, also if it is the newest one again. Always
+        empty with the host transport, because receivers fetch stored versions without the sender.
         """
         self._membership.refresh()
         return () if self.keeps_versions else self._membership.new_receivers()
