@@ -1,11 +1,10 @@
 """The rules of the weight link, with sender and receivers as threads of one process; the groups are real."""
 
 import gc
-import json
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from hwrl.errors import (
     TransferFailedError,
 )
 from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
-from hwrl.weights.control import ControlChannel, Decision, Proposal, Vote
-from hwrl.weights.notes import ChapterNote, ShareReport
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.transport import SenderRound
@@ -385,67 +383,6 @@ def test_wrong_options_are_refused(store: Store) -> None:
         sender_of(store, transport="host", versions=0)
     with sender_of(store) as sender, pytest.raises(TransferFailedError, match="more than text and numbers"):
         sender.publish(1, model_of(1), {"config": {"lr": 1}})  # type: ignore[dict-item]  # that is the point
-
-
-_PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}
-_PROPOSAL: dict[str, Any] = {
-    "number": 1,
-    "epoch": 1,
-    "version": 1,
-    "transport": "device",
-    "layout": "",
-    "to": [1, 2],
-    "timeout_s": 60.0,
-    "last_stored_number": 0,
-    "metadata": {"step": 1, "note": "x", "loss": 0.5},
-    "payload": {"group": "1.1", "lanes": 1},
-    "senders": 1,
-    "chapters": 0,
-}
-
-
-def test_a_proposal_is_read_as_it_was_written() -> None:
-    proposal = Proposal.read(json.dumps(_PROPOSAL).encode(), _PAYLOADS)
-    assert json.loads(json.dumps(asdict(proposal))) == _PROPOSAL
-    assert isinstance(proposal.payload, _PAYLOADS["device"])
-
-
-_WRONG: list[dict[str, Any]] = [
-    {"version": "x"},
-    {"to": [1, "2"]},
-    {"to": 1},
-    {"timeout_s": 0},
-    {"timeout_s": float("nan")},
-    {"metadata": {"step": [1]}},
-    {"transport": "carrier pigeon"},
-    {"transport": ["device"]},
-    {"payload": {"group": "1.1"}},
-    {"payload": {"group": "1.1", "lanes": "1"}},
-    {"payload": []},
-    {"more": 1},
-]
-_UNREADABLE = [b"", b"[]", b"{}", b'{"number":1}', b"\xff", b"[" * 100_000]
-
-
-@pytest.mark.parametrize("text", [*_UNREADABLE, *(json.dumps({**_PROPOSAL, **wrong}).encode() for wrong in _WRONG)])
-def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
-    with pytest.raises(TransferFailedError, match="a proposal cannot be read"):
-        Proposal.read(text, _PAYLOADS)
-
-
-@pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [
-        (Vote, "a vote"),
-        (Decision, "a decision"),
-        (ChapterNote, "a note about a chapter"),
-        (ShareReport, "a co-sender's report"),
-    ],
-)
-def test_unreadable_messages_are_refused(message: Any, name: str, text: bytes) -> None:
-    with pytest.raises(TransferFailedError, match=f"{name} cannot be read"):
-        message.read(text)
 
 
 def test_a_lost_store_is_named() -> None:

@@ -1,0 +1,72 @@
+"""The typed messages of a link: what was written is read, and what is malformed is refused."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from hwrl.errors import TransferFailedError
+from hwrl.weights import TRANSPORTS
+from hwrl.weights.control import Decision, Proposal, Vote
+from hwrl.weights.notes import ChapterNote, ShareReport
+
+_PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}
+_PROPOSAL: dict[str, Any] = {
+    "number": 1,
+    "epoch": 1,
+    "version": 1,
+    "transport": "device",
+    "layout": "",
+    "to": [1, 2],
+    "timeout_s": 60.0,
+    "last_stored_number": 0,
+    "metadata": {"step": 1, "note": "x", "loss": 0.5},
+    "payload": {"group": "1.1", "lanes": 1},
+    "senders": 1,
+    "chapters": 0,
+}
+
+
+def test_a_proposal_is_read_as_it_was_written() -> None:
+    proposal = Proposal.read(json.dumps(_PROPOSAL).encode(), _PAYLOADS)
+    assert json.loads(json.dumps(asdict(proposal))) == _PROPOSAL
+    assert isinstance(proposal.payload, _PAYLOADS["device"])
+
+
+_WRONG: list[dict[str, Any]] = [
+    {"version": "x"},
+    {"to": [1, "2"]},
+    {"to": 1},
+    {"timeout_s": 0},
+    {"timeout_s": float("nan")},
+    {"metadata": {"step": [1]}},
+    {"transport": "carrier pigeon"},
+    {"transport": ["device"]},
+    {"payload": {"group": "1.1"}},
+    {"payload": {"group": "1.1", "lanes": "1"}},
+    {"payload": []},
+    {"more": 1},
+]
+_UNREADABLE = [b"", b"[]", b"{}", b'{"number":1}', b"\xff", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [*_UNREADABLE, *(json.dumps({**_PROPOSAL, **wrong}).encode() for wrong in _WRONG)])
+def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="a proposal cannot be read"):
+        Proposal.read(text, _PAYLOADS)
+
+
+@pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (Vote, "a vote"),
+        (Decision, "a decision"),
+        (ChapterNote, "a note about a chapter"),
+        (ShareReport, "a co-sender's report"),
+    ],
+)
+def test_unreadable_messages_are_refused(message: Any, name: str, text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match=f"{name} cannot be read"):
+        message.read(text)
