@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def _starve(title: str) -> Act:
 
     def act(chaos: Chaos) -> Undo | None:
         pid = chaos.pick(title)
-        return None if pid is None else starve(f"hwrl-chaos-{pid}", [pid], nbytes=_STARVED_NBYTES)
+        name = f"hwrl-chaos-{pid}-{time.monotonic_ns()}"  # the same process may be hit twice
+        return None if pid is None else starve(name, [pid], nbytes=_STARVED_NBYTES)
 
     return act
 
