@@ -142,7 +142,7 @@ class TorchGroup(Group):
         except UnsupportedError:
             self._end_reason = None
             raise
-        except RuntimeError as exc:
+        except (RuntimeError, OSError) as exc:  # OSError: the process may open no more files
             raise translated(exc, f"abort group {self.name!r}", timeout_s=self.timeout_s) from exc
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ def make_standalone_group(
         process_group = collectives.create_process_group(
             group_store, rank=rank, size=size, name=torch_name, timeout=collectives.library_timeout(timeout_s)
         )
-    except RuntimeError as exc:
+    except (RuntimeError, OSError) as exc:
         raise translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc
     return TorchGroup(backend, process_group, name=name, store=group_store, timeout_s=timeout_s)
 

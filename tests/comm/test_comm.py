@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -152,6 +153,24 @@ def test_abort_ends_a_blocked_operation_and_spares_other_groups() -> None:
     store = serve_store()
     took_s, _ = run_processes(_abort_from_another_thread, 2, store_address(store))
     assert took_s < 1.0
+
+
+def _abort_without_files(rank: int, address: str) -> tuple[str, str]:
+    group, store = _group(rank, address, size=1), connect_store(address)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    with pytest.raises(CommError) as aborted:
+        group.abort("this process may open no file")
+    with pytest.raises(CommError) as made:
+        Comm(CpuBackend(INFO)).standalone_group(store, rank=rank, size=1, name="more", timeout_s=5.0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return aborted.value.why, made.value.why
+
+
+def test_a_process_that_may_open_no_file_is_told_why() -> None:
+    store = serve_store()
+    (whys,) = run_processes(_abort_without_files, 1, store_address(store))
+    assert all("Too many open files" in why for why in whys), whys
 
 
 def _survive(rank: int, address: str, ready: Path) -> tuple[int, int, float]:
