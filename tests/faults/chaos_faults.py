@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
