@@ -32,6 +32,7 @@ help:
 	@echo "make fault-test  inject POINTS=n of the faults in docs/faults.md into running jobs, and judge each (POINT=name repeats one)"
 	@echo "make chaos MINUTES=30  a fault every 20 s in a run on two hosts, beside an undisturbed run; needs root and iproute2 (SEED=1)"
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
+	@echo "make test-stack-openreg OPENREG=DIR  the tests on PyTorch's reference device, which you have built in DIR"
 	@echo "make docs    the docs as a site, build/site/index.html"
 	@echo "make clean   remove .venv, .venv-* and everything that was built"
 
@@ -80,6 +81,11 @@ TORCH ?= torch
 test-stack-torch: $(INSTALLED)
 	ci/stack $(TORCH) python -m pytest -m "not extended" -n 2 --dist worksteal tests/comm tests/memory tests/weights \
 	    tests/checkpoint tests/train tests/interfaces
+
+# `make test-stack-openreg OPENREG=DIR`: PyTorch's reference device as DIR/torch_openreg, built by you (docs/requirements.md).
+test-stack-openreg: $(INSTALLED)
+	@test -d "$(OPENREG)/torch_openreg" || { echo "make test-stack-openreg OPENREG=DIR: there is no DIR/torch_openreg; build it first (docs/requirements.md)" >&2; exit 2; }
+	PYTHONPATH="$(abspath $(OPENREG))" .venv/bin/python -m pytest -m '' tests/backends/test_openreg.py
 
 test-vllm: test-stack-vllm
 
