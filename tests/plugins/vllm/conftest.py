@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,13 @@ def policy(model_directory: Path) -> Policy:
     from tests.plugins.vllm.serving import Policy
 
     return Policy(model_directory)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """Let Python free the engines of a module in its last test, and not after pytest's, where no mark counts."""
+    yield
+    gc.collect()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
