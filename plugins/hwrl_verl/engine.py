@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from hwrl import checkpoint
 from hwrl.comm import Comm
@@ -29,7 +31,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     verl saves a step at ``FOLDER/global_step_N/actor``; its checkpoint here is ``FOLDER/hwrl/actor/global_step_N``.
     With ``checkpoint.async_save`` verl's tracker in FOLDER names a step when all of it is complete: the actor, a critic
     and verl's data.pt. Older checkpoints are removed after that. The save of the last training step waits until its
-    checkpoint is complete, because verl ends its workers soon after it.
+    checkpoint is complete, and verl's trainers then call ``finish_saves``, because verl ends its workers soon after it.
     """
 
     _offloader: Any = None
@@ -91,6 +93,11 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             if not self._manager.is_saving:
                 self._manager.wait()  # for its error
 
+    def finish_saves(self) -> None:
+        """Wait until the last save has ended: with ``async_save``, verl's tracker names its step. Raises its error."""
+        if self._manager is not None:
+            self._manager.wait()
+
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         contents = self.checkpoint_config.load_contents
         with self._open_manager(local_path, resumed=_step_of(local_path)) as manager, self._offloader.loaded():
@@ -140,6 +147,17 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
 class HwrlEngineWithValueHead(HwrlEngineWithLMHead, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
     """The same for the engine of a critic."""
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator] # likewise
+def _finalize_saves(worker: Any, blocking: bool = False) -> None:
+    engine = worker.actor.engine
+    if blocking and isinstance(engine, HwrlEngineWithLMHead):
+        engine.finish_saves()
+
+
+# verl's trainers call this before each step, and with ``blocking`` after the last one, if the workers have it.
+ActorRolloutRefWorker.async_calls_finalize_fn_exec = _finalize_saves
 
 
 def _place_of(local_path: str) -> tuple[Path, str]:

@@ -20,6 +20,12 @@ from hwrl.memory import Offloader
 from hwrl_verl import tracker
 
 MODULES: dict[str, dict[str, Any]] = {
+    "verl.single_controller.base.decorator": {
+        "Dispatch": SimpleNamespace(ONE_TO_ALL=None),
+        "register": lambda **_: lambda method: method,
+    },
+    "verl.trainer.ppo.checkpoint_callback": {"CheckpointCallback": object},
+    "verl.workers.engine_workers": {"ActorRolloutRefWorker": type("ActorRolloutRefWorker", (), {})},
     "verl.utils.device": {"get_device_name": lambda: "cpu"},
     "verl.workers.engine.base": {"EngineRegistry": SimpleNamespace(register=lambda **_: lambda engine: engine)},
     "verl.workers.engine.fsdp.transformer_impl": {
@@ -42,7 +48,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = importlib.import_module("hwrl_verl.engine")
     monkeypatch.setattr(found, "Comm", lambda: SimpleNamespace(default_group=lambda: None))
     yield found
-    sys.modules.pop("hwrl_verl.engine", None)
+    for name in ("hwrl_verl.engine", "hwrl_verl.callback"):
+        sys.modules.pop(name, None)
 
 
 def engine_of(engines: ModuleType, *, rank: int = 0, async_save: bool = False, last: int = 1) -> Any:
@@ -82,6 +89,8 @@ class Run:
     def __init__(self, engines: ModuleType, folder: Path) -> None:
         self.folder, self._tracker = folder, folder / "latest_checkpointed_iteration.txt"
         self._parts = {part: engine_of(engines, async_save=True, last=3) for part in ("actor", "critic")}
+        self._worker = engines.ActorRolloutRefWorker()
+        self._worker.actor = SimpleNamespace(engine=self._parts["actor"])
 
     def tracked(self) -> str:
         return self._tracker.read_text() if self._tracker.exists() else ""
@@ -104,6 +113,20 @@ class Run:
         self.save_data(step)
         assert until(lambda: self.tracked() == str(step))
 
+    def begin_step(self) -> None:
+        self._worker.async_calls_finalize_fn_exec(blocking=False)
+
+    def end(self) -> None:
+        """Do what verl's trainers do after the last step, before they end the workers."""
+        self._worker.async_calls_finalize_fn_exec(blocking=True)
+
+    def call_back(self, step: int) -> None:
+        """Do what verl's V1 trainers do after each save."""
+        from hwrl_verl.callback import FinishLastSave
+
+        trainer = SimpleNamespace(total_training_steps=3, actor_rollout_wg=self._worker)
+        FinishLastSave().on_save(trainer=trainer, global_step=step, checkpoint_dir="", async_save=True)
+
     def steps(self, part: str) -> list[int]:
         return sorted(int(path.name[12:]) for path in (self.folder / "hwrl" / part).glob("global_step_*"))
 
@@ -115,7 +138,10 @@ class Run:
         return str(self.folder / f"global_step_{step}" / part)
 
 
-def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(engines: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", ["V1", "other"])
+def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(
+    trainer: str, engines: ModuleType, tmp_path: Path
+) -> None:
     run = Run(engines, tmp_path / "run")
     copies: list[Path] = []
 
@@ -127,13 +153,19 @@ def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(engine
     run.save_all(1)
     run.save("actor", 2)
     is_killed_here()
+    run.begin_step()  # waits for nothing
+    run.call_back(2)
     run.save("critic", 2)
     (run.folder / "global_step_2" / "data.pt").write_bytes(b"PK half of it")
     time.sleep(0.1)
     is_killed_here()
     run.save_data(2)
     assert until(lambda: run.tracked() == "2" and run.steps("actor") == run.steps("critic") == [2])
-    run.save_all(3)  # the last step of the training: no save waits for the data that is written after it
+    run.save("actor", 3)  # the last step of the training: no save waits for the data that is written after it
+    run.save("critic", 3)
+    run.save_data(3)
+    run.call_back(3) if trainer == "V1" else run.end()
+    assert run.tracked() == "3", "verl ends the workers now"
     run.close()
     for copy in copies:
         again = Run(engines, copy)

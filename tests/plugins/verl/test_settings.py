@@ -47,8 +47,21 @@ def test_verl_knows_the_settings_of_the_page() -> None:
 def test_verl_composes_the_grpo_run(tmp_path: Path) -> None:
     config = compose(grpo.settings(tmp_path, actors=1, rollouts=1, steps=20))
     assert config.actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module == "hwrl_verl.checkpoint_engine"
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa", "flash-attn may be missing"
+    on_cpu = compose([*grpo.settings(tmp_path, actors=1, rollouts=1, steps=2), *grpo.settings_on_cpu(devices=2)])
+    assert on_cpu.ray_kwargs.ray_init.num_gpus == 2
     grpo.write_inputs(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "prompts.parquet", "reward.py"}
+
+
+def test_verls_trainers_find_the_wait_for_the_last_save() -> None:
+    code = (
+        "from verl.experimental.separation.engine_workers import DetachActorWorker; "
+        "from verl.single_controller.base.decorator import MAGIC_ATTR; "
+        "from hwrl_verl.callback import FinishLastSave; FinishLastSave(config={}); "
+        "assert hasattr(DetachActorWorker.async_calls_finalize_fn_exec, MAGIC_ATTR)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | actors.ENV, check=True)
 
 
 def test_the_platform_is_hwrls_only_if_it_is_asked_for() -> None:
