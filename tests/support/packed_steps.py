@@ -24,7 +24,8 @@ def steps_in_both_forms(
         taken[-1]["gradients"] = gradients()
 
     engine.settings = replace(engine.settings, learning_rate=0.0)  # so that both steps start at the same weights
-    engine.optimizer.register_step_pre_hook(keep_gradients)
+    for optimizer in _torch_optimizers(engine.optimizer):
+        optimizer.register_step_pre_hook(keep_gradients)
     for packs in (True, False):
         engine.packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
         if not packs:
@@ -35,6 +36,12 @@ def steps_in_both_forms(
         taken[-1]["logprobs"] = engine.logprobs(batch)
         engine.updates = 0
     return taken
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers: ``optimizer`` itself, or those inside one of Megatron-core."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [getattr(part, "optimizer", part) for part in parts]
 
 
 def _forgetting(scorer: OutputScorer) -> Any:

@@ -204,11 +204,11 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             raise
         return opened.clone() if fault("opened memory is a copy") else opened
 
-    def comm_library(self) -> str:
+    def group_library(self) -> str:
         import torch.distributed as dist
 
         if not fault("the library only reduces"):
-            return super().comm_library()
+            return super().group_library()
         if "reducer" not in dist.Backend.backend_list:
             dist.Backend.register_backend("reducer", reducer, devices=["cpu"])
         return "reducer"

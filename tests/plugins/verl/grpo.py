@@ -32,6 +32,14 @@ ENV_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 METRICS = "metrics.jsonl"
+SELECTION = [
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=hwrl",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=hwrl_verl.checkpoint_engine",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.checkpoint.async_save=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+]
+"""verl's settings that select hwrl."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -65,13 +73,9 @@ def environment(directory: Path, *, backend: str) -> dict[str, str]:
 
 
 def settings(directory: Path, *, actors: int, rollouts: int, steps: int) -> list[str]:
-    """Return verl's settings. The first five select hwrl; the others make a run small."""
+    """Return verl's settings: those that select hwrl, and others that make a run small."""
     return [
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=hwrl",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=hwrl_verl.checkpoint_engine",
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.actor.checkpoint.async_save=true",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+        *SELECTION,
         "hydra.searchpath=[pkg://verl.trainer.config]",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={directory}/prompts.parquet",

@@ -13,7 +13,7 @@ import torch
 import hwrl_cpu
 import hwrl_cuda
 
-sys.modules.setdefault("megatron", None)  # type: ignore[arg-type] # "not installed": its import takes as long as verl's
+sys.modules.setdefault("megatron", None)  # type: ignore[arg-type] # not installed, then: its import takes as long
 
 import hwrl_verl.platform  # noqa: E402, F401 - it registers itself
 
