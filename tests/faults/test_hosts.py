@@ -1,8 +1,9 @@
-"""A run on two hosts: one is cut off, comes back, and dies; the run names what it lost, and loses no prompt."""
+"""Runs on several hosts learn; one host is cut off, comes back, and dies: it is named, and no prompt is lost."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import time
 
 import pytest
@@ -44,6 +45,7 @@ WORDS = [
 DETECTED_S = 25.0
 """The limit for the log line about a lost host: the heartbeats' time and Ray's, and two slow processors."""
 CONTINUED_S = 90.0
+LEARNING_STEPS = 100
 
 pytestmark = [
     pytest.mark.extended,
@@ -122,6 +124,27 @@ def _steps_follow(run: HostRun) -> float:
         timeout_s=CONTINUED_S,
         otherwise=lambda: "no step follows",
     )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_demo_learns_across_hosts(count: int) -> None:
+    """With the demo's own settings but for the processes, which no single host has room for."""
+    words = ["goals={}", "rollout.replicas=2", f"train.ranks={count}", f"train.steps={LEARNING_STEPS}"]
+    quiet = ["eval.every_steps=0", "checkpoint.save_every_steps=0"]
+    with ray_hosts(count=count, cpus=2, prompts=4096) as (network, work):
+        run = HostRun(network.hosts[0], work, *words, *quiet, **network.environment)
+        try:
+            run.wait_for_step(1)
+            assert all(actors_on(host) for host in network.hosts)
+            assert run.wait(timeout_s=300.0) == 0, run.output()
+            assert "weights travel by device" in run.output()
+        finally:
+            run.close()
+        rewards = [line["reward/mean"] for line in run.metrics()]
+        assert len(rewards) == LEARNING_STEPS
+        first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
+        assert last > first + 0.15, f"the reward went from {first:.3f} to {last:.3f}"
+        wait_until_no_actors(network)
 
 
 def test_weights_in_host_memory_cannot_cross_hosts() -> None:
