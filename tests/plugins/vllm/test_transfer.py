@@ -72,13 +72,16 @@ def update(server: VllmServer, trainer: TransferTrainer) -> None:
 def test_tokens_and_log_probabilities_are_transformers_after_each_update_by_vllms_own_trainer_api(
     server: VllmServer, policy: Policy, trained: Any
 ) -> None:
-    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer import base
+
+    if not hasattr(base, "ModuleSource"):
+        pytest.skip("vLLM's own trainer API came with 0.28")
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    client, source = HTTPVLLMWeightSyncClient(server.url), ModuleSource(trained)
+    client, source = HTTPVLLMWeightSyncClient(server.url), base.ModuleSource(trained)
     trainer = WeightTransferTrainerFactory.trainer_init(
         TransferTrainerInit(transport=TRANSPORT), client=client, source=source
     )
