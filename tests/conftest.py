@@ -32,6 +32,12 @@ elif importlib.util.find_spec("torch_npu"):
     preload("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.models")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import nothing but tests: what they start elsewhere may prepare its process on import, as ``verl/on_cpu.py``."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_helper else None  # None lets others decide
+
+
 @pytest.hookimpl(trylast=True)  # after the tests that the command line deselects are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
