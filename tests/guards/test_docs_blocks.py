@@ -35,7 +35,7 @@ RUN_BY: dict[str, tuple[int, str]] = {
     "algorithms.md": (2, "guards/test_docs_examples.py"),
     "backends.md": (2, "testing/test_documented_backend.py"),
     "checkpoints.md": (3, "guards/test_docs_examples.py"),
-    "comm.md": (1, "weights/test_weights_docs.py"),
+    "comm.md": (1, "weights/test_docs.py"),
     "conformance.md": (1, "testing/test_kit_docs.py"),
     "data.md": (1, "rollout/test_data_sets.py"),
     "hooks.md": (15, "guards/test_docs.py cli/test_commands.py"),  # 14 signatures, and a plugin
@@ -43,14 +43,14 @@ RUN_BY: dict[str, tuple[int, str]] = {
     "megatron.md": (1, "plugins/megatron/test_sharded.py"),
     "memory.md": (1, "guards/test_docs_examples.py"),
     "new_backend.md": (1, "testing/test_kit_docs.py"),
-    "report.md": (1, "run/test_trackers.py"),
+    "report.md": (1, "run/report/test_trackers.py"),
     "rewards.md": (4, "rollout/test_reward_calls.py rollout/test_judge.py"),
     "stacks.md": (1, "plugins/torchtitan/test_page.py"),
     "training.md": (1, "guards/test_docs_examples.py"),
     "trl.md": (2, "plugins/trl/test_trainer.py plugins/trl/test_server.py"),
     "vllm.md": (2, "plugins/vllm/vllm_server.py rollout/test_embedded_engine.py"),
     "watching.md": (1, "rollout/test_tracing.py"),
-    "weights.md": (7, "weights/test_weights_docs.py"),
+    "weights.md": (7, "weights/test_docs.py"),
     "workflows.md": (1, "rollout/test_workflow.py"),
 }
 """How many blocks of Python a page has, and the tests that run them as printed."""

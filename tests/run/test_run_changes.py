@@ -35,7 +35,7 @@ def test_an_input_that_changes_ends_the_run_with_a_checkpoint(start: Callable[..
     change_an_input(run, demo)
 
 
-@pytest.mark.extended  # test_report.py, test_identity.py and test_resume.py check each refusal and message
+@pytest.mark.extended  # report/test_run_report.py, test_identity.py and test_resume.py check each refusal and message
 def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_it(
     start: Callable[..., Run], demo: Path
 ) -> None:

@@ -37,7 +37,7 @@ from hwrl.run.simulate.fleet import SimulatedFleet, SimulatedLedger
 from hwrl.run.simulate.replica import SimulatedReplica
 from tests.support.train_run import Run
 
-MEASURED = Path(__file__).parents[1] / "support" / "measured_run.jsonl"
+MEASURED = Path(__file__).parents[2] / "support" / "measured_run.jsonl"
 """Lines of a real run: the demo with two replicas and 8 prompts a step, on two cores."""
 OF_MEASURED = ("rollout.replicas=2", "rollout.n=16", "rollout.max_new_tokens=5", "rollout.max_running=256")
 WORK = Workload(mean_tokens=200.0, full_step_s=0.04, train_token_s=1e-3, sync_fixed_s=0.5, update_s=0.2)

@@ -22,7 +22,7 @@ SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with the backend of ``numbered.py``, as after an installation."""
-    (tmp_path / "numbered.py").write_text((Path(__file__).parents[1] / "support" / "numbered.py").read_text())
+    (tmp_path / "numbered.py").write_text((Path(__file__).parents[2] / "support" / "numbered.py").read_text())
     metadata = tmp_path / "numbered-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: numbered\nVersion: 0.1\n")

@@ -15,7 +15,7 @@ from hwrl.run.config import Config, load_config
 from hwrl.run.report import RunReport
 from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {}, 0)
 
 

@@ -25,7 +25,7 @@ from hwrl.run.plan import Hardware, RunPlan, check_rank, check_replica, make_pla
 from hwrl.run.processes.trainer_rank import TrainerRank
 from hwrl_cpu import INFO, CpuBackend
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 MIB = 1 << 20
 BIG = Hardware(4, 64 << 30)
 
