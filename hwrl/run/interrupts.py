@@ -31,7 +31,7 @@ class Interrupts:
         message: str | None = None,
         same_signal_s: float = SAME_SIGNAL_S,
     ) -> None:
-        self.message, self.pending = message, False
+        self.defer_message, self.pending = message, False
         self._log, self._same_signal_s = log, same_signal_s
         self._last_signal_s = float("-inf")
         self._logging: threading.Thread | None = None
@@ -42,10 +42,10 @@ class Interrupts:
         if before[signal.SIGHUP] is signal.SIG_IGN:
             del before[signal.SIGHUP]
         self._handlers_before = before
-        self.take_signals()
+        self.install_handlers()
         return self
 
-    def take_signals(self) -> None:
+    def install_handlers(self) -> None:
         """Set the handlers, also after a library has set its own. Raises KeyboardInterrupt if a signal is pending."""
         for number in self._handlers_before:
             signal.signal(number, self._handle)
@@ -66,8 +66,8 @@ class Interrupts:
             return
         self._last_signal_s = now_s
         again, self.pending = self.pending, True
-        if again or self.message is None:
+        if again or self.defer_message is None:
             raise KeyboardInterrupt
-        text = f"{self.message}; once more to stop at once"
+        text = f"{self.defer_message}; once more to stop at once"
         self._logging = threading.Thread(target=self._log, args=[text], daemon=True)
         self._logging.start()

@@ -18,7 +18,7 @@ from hwrl.interfaces import RunStatus
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.run.fleet.fleet import Fleet
-from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
+from hwrl.run.fleet.sharded_evaluation import ShardedEvaluation
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local, sampling_warning
@@ -46,21 +46,21 @@ def run_training(config: Config, view: View) -> Summary:
     interrupts = Interrupts(view.log, message="stopping as soon as Ray has started" if is_local() else None)
     with (
         claimed_directory(config),
-        RecordedView(view, config.dir) as seen,
+        RecordedView(view, config.dir) as recorded_view,
         interrupts,
-        ray_cluster(config, log=seen.log),
+        ray_cluster(config, log=recorded_view.log),
     ):
-        interrupts.message = None
-        interrupts.take_signals()  # again, because Ray's C++ part has set its own handler for SIGTERM
-        fleet = Fleet(config, inputs=identify_inputs(config), log=seen.log)
-        pipeline = Pipeline(config, seen, interrupts, fleet=fleet)
+        interrupts.defer_message = None
+        interrupts.install_handlers()  # again, because Ray's C++ part has set its own handler for SIGTERM
+        fleet = Fleet(config, inputs=identify_inputs(config), log=recorded_view.log)
+        pipeline = Pipeline(config, recorded_view, interrupts, fleet=fleet)
         try:
             summary = pipeline.run()
         except BaseException as error:
             pipeline.close(after=error)
             raise
         pipeline.close()
-        seen.end(summary.text)
+        recorded_view.end(summary.text)
         return summary
 
 
@@ -77,7 +77,7 @@ class Pipeline:
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
         self._throttle = Throttle.of(config, sleeps=config.rollout.free_cache_engine)
-        self._evaluation: SpreadEvaluation | None = None
+        self._evaluation: ShardedEvaluation | None = None
         self._saved_step = self._first_step = 0
         self._started_s = 0.0
         self._has_begun = False
@@ -93,7 +93,7 @@ class Pipeline:
             try:
                 self._begin()
                 while self.step < self._config.train.steps and not self._interrupts.pending:
-                    self._interrupts.message = (
+                    self._interrupts.defer_message = (
                         "stopping; a step that is being trained is finished, and all finished steps are saved"
                     )
                     self._train_step()
@@ -124,7 +124,7 @@ class Pipeline:
         if (warning := sampling_warning(self._config)) is not None:
             self._view.log(warning)
         self._fleet.launch()
-        self._go_to_checkpoint_or_step_0(resume=self._config.resume)
+        self._restore_or_reset(resume=self._config.resume)
 
     def _begin(self) -> None:
         """Wait for the replicas, send them the weights, and log what the run consists of. Does so once."""
@@ -142,7 +142,7 @@ class Pipeline:
         self._rates.start_clock()
         self._has_begun = True
 
-    def _go_to_checkpoint_or_step_0(self, *, resume: bool) -> None:
+    def _restore_or_reset(self, *, resume: bool) -> None:
         """Set trainers, ledger, report and rates to the newest checkpoint; to step 0 without one or ``resume``."""
         found = self._fleet.trainers.restore() if resume else None
         self.step = self._saved_step = 0 if found is None else found.step
@@ -177,11 +177,11 @@ class Pipeline:
         """Go back to the newest checkpoint. Restart the trainers until they have sent its weights."""
         if self._interrupts.pending:
             raise KeyboardInterrupt from cause
-        self._interrupts.message = None
+        self._interrupts.defer_message = None
         while True:
             try:
                 self._fleet.trainers.restart(cause)
-                self._go_to_checkpoint_or_step_0(resume=True)
+                self._restore_or_reset(resume=True)
                 self._fleet.trainers.send_weights()
                 return
             except TrainerDiedError as again:
@@ -225,9 +225,9 @@ class Pipeline:
         """Wait for the batch, and serve the replicas meanwhile. Return False if the run must end before it comes."""
         with self._fleet.waiting_for("a batch of finished prompts"):
             while answer not in self._fleet.watch([answer]):
-                if self._interrupts.pending or self._fleet.replicas.refused:
+                if self._interrupts.pending or self._fleet.replicas.input_changed:
                     return False
-                self._fleet.send_awaited_weights()
+                self._fleet.serve_new_receivers()
         return True
 
     def _record_step(self, outcome: StepOutcome, info: BatchInfo, *, waited_s: float) -> Metrics:
@@ -321,9 +321,9 @@ class Pipeline:
                 if self._evaluation.is_over:
                     break
                 if self._evaluation.is_stalled:
-                    self._fleet.replicas.raise_refusal()
+                    self._fleet.replicas.raise_if_input_changed()
                 self._fleet.watch([])
-                self._fleet.send_awaited_weights()
+                self._fleet.serve_new_receivers()
         return self._collect_evaluation()
 
     def _collect_evaluation(self) -> Metrics | None:
@@ -357,12 +357,12 @@ class Pipeline:
             self._save()
         self._finish_profile()  # the run may end inside the range
         if not self._interrupts.pending:
-            self._interrupts.message = "stopping without the last evaluation; all steps are saved"
+            self._interrupts.defer_message = "stopping without the last evaluation; all steps are saved"
             self._wait_for_evaluation()
             self._evaluate_last_weights()
         interrupted = self._interrupts.pending
         if not interrupted:
-            self._interrupts.message = "stopping as soon as the model is written"
+            self._interrupts.defer_message = "stopping as soon as the model is written"
             self._fleet.trainers.export_model()
         self._fleet.trainers.close()
         return summarise(self._config, self._report.history, interrupted=interrupted)
@@ -387,7 +387,7 @@ class Pipeline:
             while self._evaluation is None and not self._interrupts.pending:
                 self._begin_evaluation()
                 if self._evaluation is None:
-                    self._fleet.replicas.raise_refusal()
+                    self._fleet.replicas.raise_if_input_changed()
                     self._fleet.watch([])
 
 

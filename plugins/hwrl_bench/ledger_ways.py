@@ -96,7 +96,7 @@ class LedgerWay(GroupWay):
         self._version = 0
 
     def take(self, count: int) -> list[PromptGroup]:
-        groups, _ = self._ledger.take(count, self._version)
+        groups, _ = self._ledger.advance_and_take(count, self._version)
         self._version += 1
         taken: list[PromptGroup] = ray.get(groups)
         return taken

@@ -38,7 +38,7 @@ def test_a_signal_raises_at_once_until_there_is_something_to_save(number: signal
 def test_with_a_message_the_first_signal_logs_it_and_the_second_raises() -> None:
     logged: list[str] = []
     with Interrupts(logged.append, same_signal_s=0.05) as interrupts:
-        interrupts.message = "soon"
+        interrupts.defer_message = "soon"
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # as from timeout(1), which signals the process and then its group
         assert interrupts.pending
@@ -79,14 +79,14 @@ def test_a_pending_signal_raises_when_the_signals_are_taken_again(capsys: pytest
     with Interrupts(message="soon") as interrupts:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            interrupts.take_signals()
+            interrupts.install_handlers()
     assert capsys.readouterr().out == "soon; once more to stop at once\n"
 
 
 def test_signals_can_be_taken_back_from_another_library() -> None:
     with Interrupts() as interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupts.take_signals()
+        interrupts.install_handlers()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 

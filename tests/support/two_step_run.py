@@ -27,7 +27,7 @@ METRICS_OF_A_STEP = {
 class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
-    refused, incarnation, device_counts = False, 0, DeviceCounts(1, 2)
+    input_changed, incarnation, device_counts = False, 0, DeviceCounts(1, 2)
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -36,8 +36,8 @@ class StandInFleet:
     def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
         """Take the place of a call without an effect here."""
 
-    launch = wait_for_replicas = send_awaited_weights = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = raise_refusal = do_nothing
+    launch = wait_for_replicas = serve_new_receivers = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = raise_if_input_changed = do_nothing
 
     def describe(self) -> str:
         return "nothing"

@@ -16,17 +16,17 @@ from hwrl.interfaces import Backend
 from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import (
     DeviceCounts,
+    DeviceReport,
     DeviceReports,
-    HeldDevices,
     Machines,
     ProcessDevices,
     Reservation,
     choose_senders,
-    facts_of,
     has_devices,
     machine_devices,
-    number_by_machine,
+    number_devices_by_machine,
     plan_placement,
+    transport_facts,
 )
 from hwrl.run.cluster.ray_session import local_devices
 from hwrl.run.config import Config
@@ -63,11 +63,11 @@ class RunDevices:
         self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
         self._resource, self._divided = resource, divided
         self._first_replicas = dict(self.replicas)  # Ray holds their devices for them to the end
-        self._only_node = nodes[0].number if len(nodes) == 1 else None
+        self._only_node = nodes[0].node_id if len(nodes) == 1 else None
         self._reports = DeviceReports([*self.ranks, *self.replicas])
         self._driver_env = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
         self._opens: tuple[int, ...] = ()
-        self._transport = facts_of(self.plan.transport)
+        self._transport = transport_facts(self.plan.transport)
         if self._transport.lends_device_memory:
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
         # On several machines a group says where each process will be.
@@ -203,15 +203,15 @@ class RunDevices:
         node = self._nodes.get(reservation.devices[0])
         if node is None or self._numbers or self.plan.assignment.shared:
             return False
-        return node.number not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        return node.node_id not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
 
-    def check_report(self, process: str, held: HeldDevices | None) -> None:
+    def check_report(self, process: str, report: DeviceReport | None) -> None:
         """Record the reported devices of ``process``; None if its backend has none.
 
         Raises PlacementError if another process uses one of them and the plan does not let them share.
         """
-        if held is not None:
-            self._reports.add(process, self._reservation(process), held)
+        if report is not None:
+            self._reports.add(process, self._reservation(process), report)
 
     def forget(self, process: str) -> None:
         """Drop the report of a dead process."""
@@ -261,7 +261,7 @@ class RunDevices:
         if divided and local:
             self._numbers = {device: device for device in range(assignment.devices)}
         elif divided and not ray_numbers:
-            self._numbers = number_by_machine(assignment.bundles, _machines(self._group))
+            self._numbers = number_devices_by_machine(assignment.bundles, _machines(self._group))
 
 
 def free_nodes(resource: str) -> list[ClusterNode]:
@@ -283,7 +283,7 @@ def reserve_together(
 
     Raises ConfigError if Ray cannot reserve it within ``timeout_s``.
     """
-    on_nodes = [{_NODE_LABEL: nodes[devices[0]].number} for devices in bundles] if nodes else None
+    on_nodes = [{_NODE_LABEL: nodes[devices[0]].node_id} for devices in bundles] if nodes else None
     group = ray.util.placement_group([{resource: len(devices)} for devices in bundles], bundle_label_selector=on_nodes)
     if not group.wait(timeout_s):
         ray.util.remove_placement_group(group)

@@ -17,7 +17,7 @@ class ClusterNode:
 
     address: str
     devices: int
-    number: str = ""
+    node_id: str = ""
 
 
 def in_order(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
@@ -29,7 +29,7 @@ def in_order(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
 
     def key(node: ClusterNode) -> tuple[list[tuple[int, str]], str]:
         parts = re.findall(r"\d+|\D+", node.address)
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], node.number
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], node.node_id
 
     return sorted(nodes, key=key)
 
@@ -48,17 +48,17 @@ def place_on_nodes(
     if sum(node.devices for node in ordered) < assignment.devices:
         raise _missing(assignment, ordered, f"{assignment.devices} devices are needed")
     for wide_first in (False, True):
-        rooms = _Rooms(ordered)
+        free = _FreeDevices(ordered)
         placed: dict[int, ClusterNode] = {}
-        ranks = functools.partial(_place_ranks, assignment, rooms, placed, shard_ranks)
-        replicas = functools.partial(_place_replicas, assignment, rooms, placed)
+        ranks = functools.partial(_place_ranks, assignment, free, placed, shard_ranks)
+        replicas = functools.partial(_place_replicas, assignment, free, placed)
         if all(place() for place in ([replicas, ranks] if wide_first else [ranks, replicas])):
             return placed
     widest = max(len(one.devices) for one in assignment.replicas)
     raise _missing(assignment, ordered, f"each replica needs {widest} free devices on one node")
 
 
-class _Rooms:
+class _FreeDevices:
     """The free devices of each node."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
@@ -79,33 +79,33 @@ class _Rooms:
 
 
 def _place_ranks(
-    assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, ClusterNode], shard_ranks: int | None
+    assignment: DeviceAssignment, free: _FreeDevices, placed: dict[int, ClusterNode], shard_ranks: int | None
 ) -> bool:
     ranks = assignment.ranks
     size = shard_ranks or len(ranks)
     for start in range(0, len(ranks), size):
         group = ranks[start : start + size]
-        node = rooms.first(len(group))
+        node = free.first(len(group))
         for one in group:
-            own = node or rooms.first(1)
+            own = node or free.first(1)
             if own is None:
                 return False
             placed[one.devices[0]] = own
-            rooms.take(own, 1)
+            free.take(own, 1)
     return True
 
 
-def _place_replicas(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, ClusterNode]) -> bool:
+def _place_replicas(assignment: DeviceAssignment, free: _FreeDevices, placed: dict[int, ClusterNode]) -> bool:
     ranks = {device for one in assignment.ranks for device in one.devices}
     for devices in dict.fromkeys(one.devices for one in assignment.replicas):
         new = [device for device in devices if device not in ranks and device not in placed]
         if not new:
             continue  # it shares devices that have their nodes
-        node = rooms.tightest(len(new))
+        node = free.tightest(len(new))
         if node is None:
             return False
         placed.update(dict.fromkeys(new, node))
-        rooms.take(node, len(new))
+        free.take(node, len(new))
     return True
 
 

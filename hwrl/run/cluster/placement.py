@@ -84,23 +84,25 @@ class DeviceAssignment:
         return f"too few devices ({self.devices}), so replicas share {shared}"
 
 
-def assign_devices(*, devices: int, ranks: int, replicas: int, width: int, may_share: bool) -> DeviceAssignment:
-    """Divide ``devices`` devices among the processes of a run. A replica takes ``width`` devices.
+def assign_devices(
+    *, devices: int, ranks: int, replicas: int, tensor_parallel: int, may_share: bool
+) -> DeviceAssignment:
+    """Divide ``devices`` devices among the processes of a run. A replica takes ``tensor_parallel`` devices.
 
     With enough devices each process has its own. With fewer, replicas share the devices beside the trainer's, or the
     trainer's if it has all of them. Raises ConfigError if replicas would have to share and may not. Two ranks never
     share, and a replica with several devices never does.
     """
-    may_share = may_share and width == 1
-    needed = ranks + replicas * width
+    may_share = may_share and tensor_parallel == 1
+    needed = ranks + replicas * tensor_parallel
     if (ranks if may_share else needed) > devices:
-        raise _too_few(devices, ranks=ranks, replicas=replicas, width=width, may_share=may_share)
+        raise _too_few(devices, ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, may_share=may_share)
     left = range(ranks, devices)
     for_rank, for_replicas = (_UNITS, _UNITS) if left else (_RANK_BESIDE_REPLICAS, _UNITS - _RANK_BESIDE_REPLICAS)
     choices = left or range(devices)
-    each = for_replicas // -(-replicas * width // len(choices))
+    each = for_replicas // -(-replicas * tensor_parallel // len(choices))
     taken = [
-        tuple(choices[(replica * width + offset) % len(choices)] for offset in range(width))
+        tuple(choices[(replica * tensor_parallel + offset) % len(choices)] for offset in range(tensor_parallel))
         for replica in range(replicas)
     ]
     return DeviceAssignment(
@@ -110,12 +112,14 @@ def assign_devices(*, devices: int, ranks: int, replicas: int, width: int, may_s
     )
 
 
-def _too_few(devices: int, *, ranks: int, replicas: int, width: int, may_share: bool) -> ConfigError:
-    each = f"rollout.replicas={replicas}" + (f" of rollout.tensor_parallel={width}" if width > 1 else "")
+def _too_few(devices: int, *, ranks: int, replicas: int, tensor_parallel: int, may_share: bool) -> ConfigError:
+    each = f"rollout.replicas={replicas}" + (
+        f" of rollout.tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
+    )
     unshared = f"train.ranks={ranks}" + ("" if may_share else f" and {each}")
     fewer = "ranks" if may_share else "ranks or replicas"
     return ConfigError(
-        f"the run needs {ranks + (0 if may_share else replicas * width)} devices",
+        f"the run needs {ranks + (0 if may_share else replicas * tensor_parallel)} devices",
         why=f"{unshared} share none, and {devices} are free",
         fix=f"use fewer {fewer}, or join a larger cluster with RAY_ADDRESS",
     )
@@ -178,7 +182,7 @@ def choose_senders(
     Raises ConfigError if the ``setting`` asks for several senders, and the transport has one.
     """
     if setting != "auto":
-        if setting > 1 and not facts_of(transport).several_senders:
+        if setting > 1 and not transport_facts(transport).several_senders:
             raise ConfigError(
                 f"weights.senders={setting} is not possible here",
                 why=f"weights travel by {transport}, and with it rank 0 alone sends",
@@ -187,7 +191,7 @@ def choose_senders(
         return setting, f"weights.senders={setting}"
     if ranks == 1:
         return 1, "the trainer has one rank"
-    if not facts_of(transport).several_senders:
+    if not transport_facts(transport).several_senders:
         return 1, f"weights travel by {transport}"
     if machines is None:
         return 1, "the processes' machines are not known"
@@ -201,7 +205,7 @@ def choose_senders(
     return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
 
 
-def facts_of(transport: TransportName) -> Transport:
+def transport_facts(transport: TransportName) -> Transport:
     """Return the transport of this name, for its facts. Imports torch."""
     from hwrl.weights import TRANSPORTS
 
@@ -245,7 +249,7 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
         devices=devices,
         ranks=config.train.ranks,
         replicas=config.rollout.replicas,
-        width=width,
+        tensor_parallel=width,
         may_share=divided,
     )
     transport, why = choose_transport(
@@ -260,10 +264,10 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
     return PlacementPlan(assignment, transport, why)
 
 
-def number_by_machine(bundles: Sequence[Sequence[int]], machines: Sequence[str]) -> dict[int, int]:
+def number_devices_by_machine(bundles: Sequence[Sequence[int]], machines: Sequence[str]) -> dict[int, int]:
     """Return the machine's number for each of the run's devices. ``machines`` has the machine of each bundle.
 
-    >>> number_by_machine([(0,), (1, 2), (3,)], ["a", "b", "a"])
+    >>> number_devices_by_machine([(0,), (1, 2), (3,)], ["a", "b", "a"])
     {0: 0, 1: 0, 2: 1, 3: 1}
     """
     used: Counter[str] = Counter()
@@ -347,7 +351,7 @@ def check_devices(wanted: ProcessDevices, own: Sequence[int], backend: Backend, 
 
 
 @dataclass(frozen=True)
-class HeldDevices:
+class DeviceReport:
     """The devices that a process really uses: their ``names`` on its ``host``, and a ``key`` for each.
 
     Equal keys mean the same device. A key is the device's UUID or, without one, its machine and number.
@@ -358,7 +362,7 @@ class HeldDevices:
     keys: tuple[str, ...]
 
 
-def find_held_devices(own: Sequence[int], backend: Backend) -> HeldDevices:
+def make_device_report(own: Sequence[int], backend: Backend) -> DeviceReport:
     """Return the devices of this process. A process with one device reports the device of a new tensor."""
     indices = own if len(own) > 1 else (_index_in_use(backend),)
     host = socket.gethostname()
@@ -366,7 +370,7 @@ def find_held_devices(own: Sequence[int], backend: Backend) -> HeldDevices:
     machine = f"{host} {boot.read_text().strip()}" if boot.is_file() else host
     names = tuple(backend.devices.name(index, os.environ) for index in indices)
     keys = (backend.device_uuid(index) or f"{machine} {name}" for index, name in zip(indices, names, strict=True))
-    return HeldDevices(host, names, tuple(keys))
+    return DeviceReport(host, names, tuple(keys))
 
 
 def _index_in_use(backend: Backend) -> int:
@@ -382,9 +386,9 @@ class DeviceReports:
 
     def __init__(self, processes: Sequence[str]) -> None:
         self._processes = processes
-        self._reports: dict[str, tuple[Reservation, HeldDevices]] = {}
+        self._reports: dict[str, tuple[Reservation, DeviceReport]] = {}
 
-    def add(self, process: str, reservation: Reservation, held: HeldDevices) -> None:
+    def add(self, process: str, reservation: Reservation, held: DeviceReport) -> None:
         """Add a report. Raises PlacementError if two processes use one device, and their reservations share none."""
         for other, (other_reservation, other_held) in self._reports.items():
             common = [name for name, key in zip(held.names, held.keys, strict=True) if key in other_held.keys]

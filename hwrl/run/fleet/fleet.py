@@ -20,7 +20,7 @@ from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.replicas import Replicas
-from hwrl.run.fleet.run_ledger import LEDGER, POLL_S, RunLedger, ledger_died
+from hwrl.run.fleet.run_ledger import LEDGER, POLL_S, DriverLedger, ledger_died
 from hwrl.run.fleet.trainers import TrainerDiedError, Trainers
 from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
@@ -55,7 +55,7 @@ class Fleet:
             heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), several_hosts=not is_local()
         )
         self._checked_s = time.monotonic()
-        self.ledger = RunLedger(config, monitor=self._monitor)
+        self.ledger = DriverLedger(config, monitor=self._monitor)
         self.trainers = Trainers(
             config,
             devices=self._devices,
@@ -92,9 +92,9 @@ class Fleet:
     def wait_for_replicas(self) -> None:
         """Return when every replica is set up and waits for weights."""
         with self.waiting_for("the replicas to be set up"):
-            while self.replicas.are_being_set_up:
+            while self.replicas.are_starting:
                 self.watch([])
-        self.replicas.raise_refusal()
+        self.replicas.raise_if_input_changed()
         self._requests = ScaleRequests(self._config.dir)
 
     def describe_size(self) -> str:
@@ -121,11 +121,11 @@ class Fleet:
     # -- calls that need several kinds of processes ------------------------------------------------------------------
 
     def request_batch(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
-        """Request a batch from the ledger; see :meth:`RunLedger.take`. Raises if a replica found a changed input."""
-        self.replicas.raise_refusal()
-        return self.ledger.take(count, version)
+        """Request a batch from the ledger; see :meth:`DriverLedger.take`. Raises if a replica found a changed input."""
+        self.replicas.raise_if_input_changed()
+        return self.ledger.advance_and_take(count, version)
 
-    def send_awaited_weights(self) -> None:
+    def serve_new_receivers(self) -> None:
         """Send the newest weights if a replica waits for them. The trainers must be idle."""
         if self.trainers.new_receivers():
             self.trainers.send_weights()
@@ -165,13 +165,13 @@ class Fleet:
         self._monitor.update()
         for name, reason in self._monitor.unresponsive().items():
             if name in self.replicas:
-                self.replicas.restart(name, reason)
+                self.replicas.handle_exit(name, reason)
             elif name == LEDGER:
                 raise ledger_died(reason)
             else:
                 raise TrainerDiedError(f"{self._monitor.locate(name)}: {reason}")
-        self.replicas.restart_late()
-        self.replicas.start_due()
+        self.replicas.replace_stuck()
+        self.replicas.start_pending()
         if self._requests is not None and (request := self._requests.poll()) is not None:
             self._scale(request)
 

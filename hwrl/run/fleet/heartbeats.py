@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
-from hwrl.run.processes.actors import Pulse
+from hwrl.run.processes.actors import HeartbeatReply
 from hwrl.run.processes.answers import Answer, is_ready, value_of
 from hwrl.run.processes.handles import ActorHandle
 
@@ -34,14 +34,14 @@ class Timeout:
 @dataclass
 class _Heartbeat:
     actor: ActorHandle
-    answer: Answer[Pulse]
+    answer: Answer[HeartbeatReply]
     sent_s: float
     silent_s: float = 0.0
-    pulse: Pulse | None = None  # the newest; None while it is starting
+    reply: HeartbeatReply | None = None  # the newest; None while it is starting
 
     @property
     def is_up(self) -> bool:
-        return self.pulse is not None
+        return self.reply is not None
 
 
 class Heartbeats:
@@ -58,7 +58,7 @@ class Heartbeats:
 
     def watch(self, name: str, actor: ActorHandle) -> None:
         """Send heartbeats to ``actor`` from now on. It replaces an earlier actor of the same name."""
-        self._heartbeats[name] = _Heartbeat(actor, actor.alive(), time.monotonic())
+        self._heartbeats[name] = _Heartbeat(actor, actor.ping(), time.monotonic())
 
     def forget(self, name: str) -> None:
         """Send no more heartbeats to the actor ``name``."""
@@ -74,7 +74,7 @@ class Heartbeats:
             elif heartbeat.is_up:
                 heartbeat.silent_s += elapsed_s
             if is_ready(heartbeat.answer) and now_s - heartbeat.sent_s >= _INTERVAL_S:
-                heartbeat.answer, heartbeat.sent_s = heartbeat.actor.alive(), now_s
+                heartbeat.answer, heartbeat.sent_s = heartbeat.actor.ping(), now_s
 
     def is_up(self, name: str) -> bool:
         """Return whether the actor ``name`` has answered once."""
@@ -86,18 +86,18 @@ class Heartbeats:
 
     def loop_turns(self) -> dict[str, float]:
         """Return for how many seconds the present turn of each actor's loop has lasted, by its last answer."""
-        return {name: one.pulse.turn_s for name, one in self._heartbeats.items() if one.pulse is not None}
+        return {name: one.reply.turn_s for name, one in self._heartbeats.items() if one.reply is not None}
 
     def host_of(self, name: str) -> str | None:
         """Return the name of the machine of the actor ``name``; None before its first answer."""
-        pulse = self._heartbeats[name].pulse if name in self._heartbeats else None
-        return None if pulse is None else pulse.host
+        reply = self._heartbeats[name].reply if name in self._heartbeats else None
+        return None if reply is None else reply.host
 
 
 def _read(heartbeat: _Heartbeat) -> bool:
     """Read the answer; return whether it is one."""
     try:
-        heartbeat.pulse = value_of(heartbeat.answer)
+        heartbeat.reply = value_of(heartbeat.answer)
     except RayError:
         return False
     return True

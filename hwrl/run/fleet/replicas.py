@@ -13,14 +13,14 @@ from ray.exceptions import RayTaskError
 
 from hwrl.errors import EngineError, HwrlError, InputChangedError, first_line
 from hwrl.run.cluster.devices import RunDevices
-from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.cluster.placement import DeviceReport
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.restarts import RestartPlan
-from hwrl.run.fleet.run_ledger import RunLedger
-from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
+from hwrl.run.fleet.run_ledger import DriverLedger
+from hwrl.run.fleet.sharded_evaluation import ShardedEvaluation
 from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
-from hwrl.run.processes.answers import DEATHS, Answer, value_of, why_died, why_ended
+from hwrl.run.processes.answers import DEATH_ERRORS, Answer, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
 
@@ -34,7 +34,7 @@ _SEEDS = 1 << 31
 class _Replica:
     handle: ReplicaHandle
     replica_id: str  # of this life alone, in the ledger
-    is_first: bool  # it began with the run: an error while it is set up ends the run
+    is_initial: bool  # it began with the run: an error while it is set up ends the run
     started_s: float
     run: Answer[None] | None = None  # None while it is being set up
     is_leaving: bool = False
@@ -55,7 +55,7 @@ class Replicas:
         config: Config,
         *,
         devices: RunDevices,
-        ledger: RunLedger,
+        ledger: DriverLedger,
         monitor: ProcessMonitor,
         setup_of: Callable[[str], ProcessSetup],
         seed: int,
@@ -70,10 +70,10 @@ class Replicas:
         self._wanted: list[str] = []  # the names of all replicas that shall run
         self._least = config.rollout.min_replicas or config.rollout.replicas
         self._replicas: dict[str, _Replica] = {}
-        self._set_ups: dict[Answer[HeldDevices | None], str] = {}
+        self._starting: dict[Answer[DeviceReport | None], str] = {}
         self._starts = 0
-        self._evaluation: SpreadEvaluation | None = None
-        self._refusal: InputChangedError | None = None
+        self._evaluation: ShardedEvaluation | None = None
+        self._changed_input: InputChangedError | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
@@ -83,19 +83,19 @@ class Replicas:
     @property
     def answers(self) -> list[Answer[Any]]:
         """The answers of all replicas that are set up, run or evaluate. Each means an event when it is ready."""
-        return [*self._running(), *self._set_ups, *(self._evaluation.answers if self._evaluation is not None else ())]
+        return [*self._running(), *self._starting, *(self._evaluation.answers if self._evaluation is not None else ())]
 
     @property
-    def are_being_set_up(self) -> bool:
+    def are_starting(self) -> bool:
         """Whether a replica is still being set up."""
-        return bool(self._set_ups or self._restarts.paused)
+        return bool(self._starting or self._restarts.paused)
 
     def handle_event(self, answer: Answer[Any]) -> None:
         """Let a replica run when it is set up, or restart an ended one. Ignores answers of other processes."""
         running = self._running()
         if answer in running:
-            self.restart(running[answer], why_ended(answer))
-        elif answer in self._set_ups:
+            self.handle_exit(running[answer], why_ended(answer))
+        elif answer in self._starting:
             self._finish_set_up(answer)
         elif self._evaluation is not None:
             self._evaluation.poll()
@@ -103,26 +103,26 @@ class Replicas:
     def _running(self) -> dict[Answer[Any], str]:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
 
-    def _finish_set_up(self, answer: Answer[HeldDevices | None]) -> None:
+    def _finish_set_up(self, answer: Answer[DeviceReport | None]) -> None:
         """Let the replica run. After a death it restarts; another error of one of the first replicas ends the run."""
-        name = self._set_ups.pop(answer)
+        name = self._starting.pop(answer)
         replica = self._replicas[name]
         try:
             self._devices.check_report(name, value_of(answer))
-        except DEATHS as exc:
-            self.restart(name, why_died(exc))
+        except DEATH_ERRORS as exc:
+            self.handle_exit(name, why_died(exc))
             return
         except (HwrlError, RayTaskError) as exc:
-            if replica.is_first:
+            if replica.is_initial:
                 raise
             if isinstance(exc, InputChangedError):
-                self._refusal = exc
+                self._changed_input = exc
                 self._remove(name)  # it is neither late nor silent, and must not restart: the run ends soon
                 return
-            self.restart(name, f"it could not be set up: {first_line(exc)}")
+            self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
-        if not replica.is_first:
+        if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
             self._log_scale(f"rollout {name} has joined after {took_s:.1f} s; {len(self._running())} replicas run")
 
@@ -132,14 +132,14 @@ class Replicas:
         """Start all replicas. Does not wait for them."""
         self._wanted = list(self._devices.replicas)
         for name in self._wanted:
-            self._start(name, is_first=True)
+            self._start(name, is_initial=True)
 
-    def _start(self, name: str, *, is_first: bool = False) -> None:
+    def _start(self, name: str, *, is_initial: bool = False) -> None:
         """Start the replica ``name``. Its prompts and metrics belong to its replica id."""
         start, self._starts = self._starts, self._starts + 1
         replica_id = f"{name}#{start}"
         handle = ReplicaHandle(**self._devices.ray_options(name))
-        self._replicas[name] = _Replica(handle, replica_id, is_first=is_first, started_s=time.monotonic())
+        self._replicas[name] = _Replica(handle, replica_id, is_initial=is_initial, started_s=time.monotonic())
         self._monitor.watch(name, handle)
         set_up = handle.set_up(
             self._setup_of(name),
@@ -148,9 +148,9 @@ class Replicas:
             seed=(self._seed + 1009 * start) % _SEEDS,
             ledger=self._ledger.handle,
         )
-        self._set_ups[set_up] = name
+        self._starting[set_up] = name
 
-    def restart(self, name: str, reason: str) -> None:
+    def handle_exit(self, name: str, reason: str) -> None:
         """End the replica ``name`` and start a new one, at once or after a pause; one that was leaving has left.
 
         Raises EngineError if it is given up, and too few replicas are left.
@@ -169,9 +169,9 @@ class Replicas:
             self._give_up(name, reason, ended)
             return
         self._log(f"{ended}, a new replica starts{f' in {pause_s:g} s' if pause_s else ''}")
-        self.start_due()
+        self.start_pending()
 
-    def start_due(self) -> None:
+    def start_pending(self) -> None:
         """Start the replicas whose pause after a death is over."""
         for name in self._restarts.take_due():
             self._start(name)
@@ -195,7 +195,7 @@ class Replicas:
         """End the replica ``name``; its prompts go to others."""
         replica = self._replicas.pop(name)
         self._devices.forget(name)
-        self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
+        self._starting = {answer: other for answer, other in self._starting.items() if other != name}
         self._monitor.forget(name)
         replica.handle.kill()
         self._withdraw(name)
@@ -262,12 +262,12 @@ class Replicas:
 
     # -- replicas without progress ---------------------------------------------------------------------------------
 
-    def restart_late(self) -> None:
+    def replace_stuck(self) -> None:
         """Restart the replicas without progress. They may still answer heartbeats."""
-        for name, reason in self._expire_late().items():
-            self.restart(name, reason)
+        for name, reason in self._find_stuck().items():
+            self.handle_exit(name, reason)
 
-    def _expire_late(self) -> dict[str, str]:
+    def _find_stuck(self) -> dict[str, str]:
         """Take back overdue prompts; return all replicas without progress, each with its exceeded limit."""
         late, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
@@ -284,7 +284,7 @@ class Replicas:
                 late[name] = f"one turn of its loop has lasted for {self._monitor.loop_turn_s(name):.0f} s"
         if self._evaluation is not None:
             self._evaluation.poll()
-            reasons = self._evaluation.late()
+            reasons = self._evaluation.stuck()
             late |= {
                 name: reasons[replica.replica_id]
                 for name, replica in self._replicas.items()
@@ -294,32 +294,32 @@ class Replicas:
 
     def _awaits_devices(self, name: str) -> bool:
         """Return whether Ray may have no devices yet for a replica: it is not late."""
-        is_first, is_up = self._replicas[name].is_first, self._monitor.is_up(name)
-        return not is_first and not is_up and self._devices.may_wait(name)
+        is_initial, is_up = self._replicas[name].is_initial, self._monitor.is_up(name)
+        return not is_initial and not is_up and self._devices.may_wait(name)
 
     # -- changed inputs --------------------------------------------------------------------------------------------
 
     @property
-    def refused(self) -> bool:
+    def input_changed(self) -> bool:
         """Whether a replacement found a changed input. No restart can fix this, so the run must end."""
-        return self._refusal is not None
+        return self._changed_input is not None
 
-    def raise_refusal(self) -> None:
+    def raise_if_input_changed(self) -> None:
         """Raise the error of the changed input, if there is one.
 
         Call it only while the trainers are idle and no batch is on its way: the run then still saves a checkpoint.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self._changed_input is not None:
+            raise self._changed_input
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> SpreadEvaluation | None:
+    def evaluate(self) -> ShardedEvaluation | None:
         """Let the running replicas share an evaluation; return None if no replica runs. Does not block."""
         if not self.running:
             return None
         limit_s = self._config.timeouts.evaluation_s
-        self._evaluation = SpreadEvaluation(self._running_handles, staying=self.running_ids, limit_s=limit_s)
+        self._evaluation = ShardedEvaluation(self._running_handles, staying=self.running_ids, limit_s=limit_s)
         return self._evaluation
 
     def _running_handles(self) -> dict[str, ReplicaHandle]:

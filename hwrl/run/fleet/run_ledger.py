@@ -11,7 +11,7 @@ from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.processes.actors import BatchInfo, ForgottenReplica
-from hwrl.run.processes.answers import DEATHS, Answer, ValueT, is_ready, value_of, why_died
+from hwrl.run.processes.answers import DEATH_ERRORS, Answer, ValueT, is_ready, value_of, why_died
 from hwrl.run.processes.handles import LedgerHandle
 
 LEDGER = "the ledger"
@@ -19,7 +19,7 @@ LEDGER = "the ledger"
 POLL_S = 1.0
 
 
-class RunLedger:
+class DriverLedger:
     """Starts the ledger and calls it. Each call but :meth:`take` blocks until the answer is there.
 
     Raises EngineError if the ledger is dead or answers too late: no run can continue without its ledger.
@@ -30,20 +30,20 @@ class RunLedger:
         self.handle = LedgerHandle(config)
         monitor.watch(LEDGER, self.handle)
 
-    def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
+    def advance_and_take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
         """Request a batch of ``count`` groups, and tell the ledger that ``version`` is published. Does not block.
 
         The first answer, the groups, goes to the trainers as it is. :meth:`value_of` reads the second one.
         """
-        return self.handle.take(count, version)
+        return self.handle.advance_and_take(count, version)
 
     def abandon_take(self) -> None:
         """End a waiting :meth:`take`."""
         self._wait(self.handle.abandon_take(), "abandon_take")
 
-    def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> None:
-        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``parked`` replicas."""
-        self._wait(self.handle.set_throttle(lead_groups, parked), "set_throttle")
+    def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
+        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``asleep`` replicas."""
+        self._wait(self.handle.set_throttle(lead_groups, asleep), "set_throttle")
 
     def forget(self, replica_id: str) -> ForgottenReplica:
         """Take back all prompts of a dead replica. A replacement of it has another id."""
@@ -65,7 +65,7 @@ class RunLedger:
         """Wait for one of the ledger's answers without a limit; return its value."""
         try:
             return value_of(answer)
-        except DEATHS as exc:
+        except DEATH_ERRORS as exc:
             raise ledger_died(why_died(exc)) from exc
 
     def _wait(self, answer: Answer[ValueT], call: str) -> ValueT:

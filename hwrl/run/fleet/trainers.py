@@ -10,13 +10,13 @@ from ray.exceptions import RayTaskError
 from hwrl.errors import EngineError, HwrlError
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
-from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.cluster.placement import DeviceReport
 from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import ProcessSetup, RestoredRun, StepOutcome
-from hwrl.run.processes.answers import DEATH_NOTICE_S, DEATHS, Answer, ValueT, death_of, value_of, why_died
+from hwrl.run.processes.answers import DEATH_ERRORS, DEATH_NOTICE_S, Answer, ValueT, death_of, value_of, why_died
 from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
 
@@ -57,7 +57,7 @@ class Trainers:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> list[Answer[HeldDevices | None]]:
+    def start(self) -> list[Answer[DeviceReport | None]]:
         """Start all ranks and begin to set them up; return the answers for :meth:`wait_until_set_up`."""
         self._starts += 1
         self._set_up_done = False
@@ -75,12 +75,12 @@ class Trainers:
             for rank, (name, handle) in enumerate(zip(self._devices.ranks, self._ranks, strict=True))
         ]
 
-    def wait_until_set_up(self, set_up: list[Answer[HeldDevices | None]]) -> None:
+    def wait_until_set_up(self, set_up: list[Answer[DeviceReport | None]]) -> None:
         """Wait for the ranks of :meth:`start`, and check the devices that they report."""
         with self._monitor.waiting_for("the trainers to be set up"):
             reports = self._gather(set_up, limit_s=self._config.timeouts.start_s, key="timeouts.start_s")
-        for name, held in zip(self._devices.ranks, reports, strict=True):
-            self._devices.check_report(name, held)
+        for name, report in zip(self._devices.ranks, reports, strict=True):
+            self._devices.check_report(name, report)
         self._set_up_done = True
 
     def restart(self, cause: Exception) -> None:
@@ -171,7 +171,7 @@ class Trainers:
         """
         try:
             value_of(answer)
-        except DEATHS as exc:
+        except DEATH_ERRORS as exc:
             raise TrainerDiedError(f"{names[answer]}: {why_died(exc)}") from exc
         except (HwrlError, RayTaskError) as exc:
             timeout = Timeout(DEATH_NOTICE_S + (0.0 if is_local() else self._config.timeouts.heartbeat_s))

@@ -8,7 +8,7 @@ from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import Backend, Capability, MemoryCause, peak_phase, phase_nbytes
 from hwrl.run.cluster.placement import has_devices
 from hwrl.run.config import Config
-from hwrl.run.plan.plan import gib, in_turns, needs
+from hwrl.run.plan.plan import gib, needs, takes_turns
 from hwrl.run.plan.processes import certain_rank_memory, certain_worker_memory
 
 
@@ -40,7 +40,7 @@ def _check_host(config: Config, total: int, *, alone: bool) -> None:
     if alone:
         worker = certain_worker_memory(config, device_nbytes=total)
         each = (config.train.ranks * _nbytes(rank), config.rollout.replicas * _nbytes(worker))
-        needed = max(each) if in_turns(config) else sum(each)
+        needed = max(each) if takes_turns(config) else sum(each)
         whose = f"{config.train.ranks} trainer rank(s) with {config.rollout.replicas} replica(s)"
         causes += worker
     if needed > total:

@@ -86,7 +86,7 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
         "trainer rank", ranks, rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
     )
     worker = PlannedProcess("replica worker", workers, worker_memory(config, device_nbytes=hardware.device_nbytes))
-    devices = tuple(_devices(assignment, rank, worker, in_turns=in_turns(config)))
+    devices = tuple(_devices(assignment, rank, worker, takes_turns=takes_turns(config)))
     host = _host_nbytes(hardware, assignment, rank, worker)
     unknown = tuple(
         f"the memory of a {one.name}: its engine's plugin does not tell it"
@@ -112,7 +112,7 @@ def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
         devices=hardware.devices,
         ranks=config.train.ranks,
         replicas=config.rollout.replicas,
-        width=config.rollout.tensor_parallel,
+        tensor_parallel=config.rollout.tensor_parallel,
         may_share=True,
     )
     nodes = [ClusterNode(f"node {number}", hardware.devices // hardware.nodes) for number in range(hardware.nodes)]
@@ -126,13 +126,13 @@ def _capable(capability: Capability) -> Support:
     return Support("unsupported" if shared else "supported", "a group has one process of each device")
 
 
-def in_turns(config: Config) -> bool:
+def takes_turns(config: Config) -> bool:
     """Return whether trainer and replicas take turns, and each frees memory for the other."""
     return config.async_training.staleness_threshold == 0 and config.rollout.free_cache_engine
 
 
 def _devices(
-    assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess, *, in_turns: bool
+    assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess, *, takes_turns: bool
 ) -> list[PlannedDevice]:
     ranks = {device for one in assignment.ranks for device in one.devices}
     workers = Counter(device for one in assignment.replicas for device in one.devices)
@@ -141,16 +141,16 @@ def _devices(
     for (has_rank, has_workers), count in sorted(kinds.items(), reverse=True):
         on_it = (rank,) * has_rank + (worker,) * has_workers
         if on_it:
-            phases, nbytes = _peak(on_it, in_turns=in_turns)
+            phases, nbytes = _peak(on_it, takes_turns=takes_turns)
             names = ["a trainer rank"] * has_rank + [f"{has_workers} replica worker(s)"] * bool(has_workers)
             found.append(PlannedDevice(f"device with {' and '.join(names)}", count, on_it, phases, nbytes))
     return found
 
 
-def _peak(on_it: Sequence[PlannedProcess], *, in_turns: bool) -> tuple[tuple[Phase, ...], int]:
+def _peak(on_it: Sequence[PlannedProcess], *, takes_turns: bool) -> tuple[tuple[Phase, ...], int]:
     """Return the phase of each process at the device's peak, and its bytes. In turns only one of them steps."""
     choices: list[tuple[Phase, ...]] = [tuple(peak_phase(one.causes) for one in on_it)]
-    if in_turns and len(on_it) > 1:
+    if takes_turns and len(on_it) > 1:
         count = len(on_it)
         choices = [tuple(_turn(index == active) for index in range(count)) for active in range(count)]
         transfer: Phase = "transfer"

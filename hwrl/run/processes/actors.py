@@ -23,11 +23,11 @@ from hwrl.interfaces import PromptGroup, Span
 from hwrl.lazy import large_imports
 from hwrl.rollout import PromptLease, PromptLedger, UntrainedPrompts, has_variance
 from hwrl.run.cluster.placement import (
-    HeldDevices,
+    DeviceReport,
     ProcessDevices,
     check_devices,
-    find_held_devices,
     has_devices,
+    make_device_report,
     make_visible,
 )
 from hwrl.run.config import Config
@@ -55,7 +55,7 @@ def end_at_sigterm() -> None:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class HeartbeatReply:
     """The answer to a heartbeat: the name of the process's machine, and the seconds in the present turn of its loop."""
 
     host: str
@@ -148,31 +148,31 @@ class LedgerActor:
         self._ledger = make_ledger(config)
         self._replica_totals: dict[str, dict[str, float]] = {}
         self._forgotten: set[str] = set()
-        self._parked: frozenset[str] = frozenset()
+        self._asleep: frozenset[str] = frozenset()
         self._takes_abandoned = 0
         self._fatal: HwrlError | None = None
         self._changed = asyncio.Condition()
 
-    async def alive(self) -> Pulse:
+    async def ping(self) -> HeartbeatReply:
         """Answer a heartbeat."""
-        return Pulse(socket.gethostname())
+        return HeartbeatReply(socket.gethostname())
 
     async def lease(self, count: int, replica_id: str) -> list[PromptLease]:
         """Lend up to ``count`` prompts to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._may_lease(replica_id)), LEASE_WAIT_S)
-            if replica_id in self._forgotten or replica_id in self._parked:
+            if replica_id in self._forgotten or replica_id in self._asleep:
                 return []
             return self._ledger.lease(count, replica=replica_id, now_s=time.monotonic())
 
     def _may_lease(self, replica_id: str) -> bool:
-        return replica_id not in self._parked and bool(self._ledger.capacity())
+        return replica_id not in self._asleep and bool(self._ledger.capacity())
 
-    async def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> None:
-        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``parked`` replicas."""
+    async def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
+        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``asleep`` replicas."""
         async with self._changed:
-            self._ledger.lead_groups, self._parked = lead_groups, frozenset(parked)
+            self._ledger.lead_groups, self._asleep = lead_groups, frozenset(asleep)
             self._changed.notify_all()
 
     async def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> None:
@@ -221,7 +221,7 @@ class LedgerActor:
             self._changed.notify_all()
             return replica_ids
 
-    async def take(self, count: int, version: int) -> tuple[list[PromptGroup], BatchInfo | None]:
+    async def advance_and_take(self, count: int, version: int) -> tuple[list[PromptGroup], BatchInfo | None]:
         """Note that ``version`` is published. Then return a batch as soon as the staleness rules allow one.
 
         After ``abandon_take`` a waiting call returns nothing, and the ledger keeps its groups.
@@ -262,7 +262,7 @@ class LedgerActor:
             self._changed.notify_all()
 
 
-class RemoteLedger:
+class ReplicaLedger:
     """The ledger for the rollouter of one replica, in another process."""
 
     def __init__(self, ledger: LedgerHandle, *, replica_id: str) -> None:
@@ -299,8 +299,8 @@ def _use_devices(setup: ProcessSetup, *, threads: int) -> tuple[int, ...]:
     return own
 
 
-def _report_devices(devices: Sequence[int]) -> HeldDevices | None:
-    return find_held_devices(devices, get_backend()) if has_devices(get_backend()) else None
+def _report_devices(devices: Sequence[int]) -> DeviceReport | None:
+    return make_device_report(devices, get_backend()) if has_devices(get_backend()) else None
 
 
 # -- a replica ------------------------------------------------------------------------------------------------------
@@ -314,13 +314,13 @@ class RolloutActor:
         self._stop = threading.Event()
         self._rollouter: Rollouter | None = None
 
-    def alive(self) -> Pulse:
+    def ping(self) -> HeartbeatReply:
         """Answer a heartbeat."""
-        return Pulse(socket.gethostname(), 0.0 if self._rollouter is None else self._rollouter.step_s())
+        return HeartbeatReply(socket.gethostname(), 0.0 if self._rollouter is None else self._rollouter.step_s())
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
-    ) -> HeldDevices | None:
+    ) -> DeviceReport | None:
         """Build the replica, which then waits for weights; return its devices.
 
         ``replica`` is its name, which a replacement gets too. The ledger knows it by ``replica_id``.
@@ -340,7 +340,7 @@ class RolloutActor:
                 replica=replica,
                 seed=seed,
                 store_address=setup.store_address,
-                ledger=RemoteLedger(ledger, replica_id=replica_id),
+                ledger=ReplicaLedger(ledger, replica_id=replica_id),
             )  # last: it joins the link of weights, and then a sender waits for `run`
         return _report_devices(self._devices)
 
@@ -379,13 +379,13 @@ class TrainActor:
     def __init__(self) -> None:
         end_at_sigterm()
 
-    def alive(self) -> Pulse:
+    def ping(self) -> HeartbeatReply:
         """Answer a heartbeat. It does not measure calls: ``timeouts.trainer_s`` limits them."""
-        return Pulse(socket.gethostname())
+        return HeartbeatReply(socket.gethostname())
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
-    ) -> HeldDevices | None:
+    ) -> DeviceReport | None:
         """Build this rank and return its device. The ranks wait for each other."""
         with large_imports():
             devices = _use_devices(setup, threads=setup.config.train.threads)

@@ -11,7 +11,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from hwrl.errors import HwrlError, first_line
 
-DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
+DEATH_ERRORS = (RayActorError, NodeDiedError, OutOfMemoryError)
 """Ray's errors for a call to a dead process."""
 DEATH_NOTICE_S = 5.0
 """How long Ray may need to report a death on this machine. Another process may fail of that death before."""
@@ -60,7 +60,7 @@ def death_of(answer: Answer[Any]) -> str | None:
     """Return the reason of the death in an answer that is ready; None if its process lives."""
     try:
         ray.get(answer)
-    except DEATHS as exc:
+    except DEATH_ERRORS as exc:
         return why_died(exc)
     except RayTaskError:
         return None
@@ -71,7 +71,7 @@ def why_ended(answer: Answer[Any]) -> str:
     """Return the reason why a call ended that should have run on."""
     try:
         ray.get(answer)
-    except DEATHS as exc:
+    except DEATH_ERRORS as exc:
         return why_died(exc)
     except RayTaskError as exc:
         if isinstance(exc.cause, HwrlError):

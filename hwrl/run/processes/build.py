@@ -82,11 +82,11 @@ def build_rollouter(
 ) -> Rollouter:
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
     tokenizer = run_tokenizer(config, inputs)
-    with ExitStack() as after_an_error:
+    with ExitStack() as cleanup:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
-        after_an_error.callback(rewards.close)
+        cleanup.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
-        after_an_error.callback(engine.close)
+        cleanup.callback(engine.close)
         prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
         weights = build_updater(config, engine, store_address=store_address, replica=replica)
@@ -99,7 +99,7 @@ def build_rollouter(
             settings=_loop_settings(config, replica),
             generator=_build_generator(config, inputs, engine, tokenizer),
         )
-        after_an_error.pop_all()
+        cleanup.pop_all()
     return rollouter
 
 

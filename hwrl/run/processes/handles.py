@@ -15,14 +15,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import PromptLease
-from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.cluster.placement import DeviceReport
 from hwrl.run.config import Config
 from hwrl.run.processes.actors import (
     BatchInfo,
     ForgottenReplica,
+    HeartbeatReply,
     LedgerActor,
     ProcessSetup,
-    Pulse,
     RestoredRun,
     RolloutActor,
     StepOutcome,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hwrl.weights import TransportName
 
 _HEARTBEAT_GROUP = "heartbeat"
-"""A concurrency group of Ray with its own thread: ``alive`` answers while another call runs."""
+"""A concurrency group of Ray with its own thread: ``ping`` answers while another call runs."""
 
 
 class ActorHandle:
@@ -46,9 +46,9 @@ class ActorHandle:
         remote_class = ray.remote(concurrency_groups={_HEARTBEAT_GROUP: 1})(actor_class)
         self._actor: Any = remote_class.options(**options).remote(*arguments)
 
-    def alive(self) -> Answer[Pulse]:
+    def ping(self) -> Answer[HeartbeatReply]:
         """Send a heartbeat."""
-        return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
+        return _send(self._actor.ping.options(concurrency_group=_HEARTBEAT_GROUP))
 
     def pid(self) -> Answer[int]:
         """Return the number of the actor's process on its machine."""
@@ -67,7 +67,7 @@ class TrainerHandle(ActorHandle):
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int
-    ) -> Answer[HeldDevices | None]:
+    ) -> Answer[DeviceReport | None]:
         """Build the rank; the answer names its device."""
         sending = {"transport": transport, "senders": senders}
         return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, **sending)
@@ -113,7 +113,7 @@ class ReplicaHandle(ActorHandle):
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
-    ) -> Answer[HeldDevices | None]:
+    ) -> Answer[DeviceReport | None]:
         """Build the replica; the answer names its devices."""
         return _send(self._actor.set_up, setup, replica=replica, replica_id=replica_id, seed=seed, ledger=ledger)
 
@@ -162,9 +162,9 @@ class LedgerHandle(ActorHandle):
         """Report progress on prompts of a replica."""
         return _send(self._actor.renew, leases, replica_id)
 
-    def set_throttle(self, lead_groups: int | None, parked: Sequence[str]) -> Answer[None]:
-        """Limit the lead of the replicas, and lease nothing to ``parked`` ones."""
-        return _send(self._actor.set_throttle, lead_groups, parked)
+    def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> Answer[None]:
+        """Limit the lead of the replicas, and lease nothing to ``asleep`` ones."""
+        return _send(self._actor.set_throttle, lead_groups, asleep)
 
     def forget(self, replica_id: str) -> Answer[ForgottenReplica]:
         """Take back all prompts of a dead replica."""
@@ -174,9 +174,9 @@ class LedgerHandle(ActorHandle):
         """Take back prompts without progress; the answer has the ids of the replicas that held them."""
         return _send(self._actor.expire_overdue)
 
-    def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
+    def advance_and_take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
         """Request a batch. The groups and their description are two answers: the driver reads the second one only."""
-        groups, info = self._actor.take.options(num_returns=2).remote(count, version)
+        groups, info = self._actor.advance_and_take.options(num_returns=2).remote(count, version)
         return groups, info
 
     def abandon_take(self) -> Answer[None]:

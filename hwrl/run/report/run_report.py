@@ -162,10 +162,10 @@ class RunReport:
         if self._events is None:
             return
         events, self._events = self._events, None
-        with self._optional("TensorBoard's events"), ExitStack() as after_an_error:
-            after_an_error.callback(events.close)
+        with self._optional("TensorBoard's events"), ExitStack() as cleanup:
+            cleanup.callback(events.close)
             events.add(metrics, step=step)
-            after_an_error.pop_all()
+            cleanup.pop_all()
             self._events = events
 
     @contextmanager

@@ -109,7 +109,7 @@ class SimulatedFleet:
 
     def _stop(self, replica: SimulatedReplica) -> None:
         replica.alive = False
-        replica.generation += 1
+        replica.epoch += 1
         self.replicas.pop(replica.replica_id, None)
         self.joiners.discard(replica)
         self._requests = deque(one for one in self._requests if one[1] != replica.replica_id)
@@ -175,13 +175,13 @@ class SimulatedFleet:
                 break
             for lease in ready:
                 replica.start(lease, next(self._lengths))
-        replica.generation += 1
+        replica.epoch += 1
         next_s = replica.next_event_s(wants_room=not replica.draining)
         if next_s is not None:
-            self.events.at(next_s, partial(self._event, replica, replica.generation))
+            self.events.at(next_s, partial(self._event, replica, replica.epoch))
 
-    def _event(self, replica: SimulatedReplica, generation: int) -> None:
-        if generation != replica.generation:
+    def _event(self, replica: SimulatedReplica, epoch: int) -> None:
+        if epoch != replica.epoch:
             return
         self.settle(replica)
         self.turn(replica)

@@ -50,7 +50,7 @@ class SimulatedReplica:
         self.replica_id, self.leases = replica_id, leases
         self.version, self.incarnation = -1, -1
         self.alive, self.draining = True, False
-        self.generation = 0
+        self.epoch = 0
         """Changes with the next event of the replica: an event of an older generation is void."""
         self._slots, self._group_size = slots, group_size
         self._latency_s, self._response_s = latency_s, response_s

@@ -63,7 +63,7 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
     """
     ranks, replicas, width = config.train.ranks, config.rollout.replicas, config.rollout.tensor_parallel
     devices = ranks + replicas * width if devices is None else devices
-    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=width, may_share=False)
+    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, tensor_parallel=width, may_share=False)
     transport, _ = choose_transport(
         bypass_cpu=config.weights.bypass_cpu,
         shared=False,

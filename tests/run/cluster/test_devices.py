@@ -31,11 +31,11 @@ def two_machines() -> Iterator[Cluster]:
 def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines: Cluster) -> None:
     found = in_order(free_nodes("CPU"))
     assert [node.devices for node in found] == [4, 4]
-    assignment = assign_devices(devices=8, ranks=4, replicas=1, width=4, may_share=True)
+    assignment = assign_devices(devices=8, ranks=4, replicas=1, tensor_parallel=4, may_share=True)
     nodes = place_on_nodes(assignment, found)
     group = reserve_together(assignment.bundles, "CPU", nodes=nodes)
     held = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    assert [held[bundle] for bundle in range(5)] == [found[0].number] * 4 + [found[1].number]
+    assert [held[bundle] for bundle in range(5)] == [found[0].node_id] * 4 + [found[1].node_id]
     assert free_nodes("CPU") == [], "all devices are reserved"
     ray.util.remove_placement_group(group)
 

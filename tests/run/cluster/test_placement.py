@@ -9,8 +9,8 @@ import hwrl_cpu
 from hwrl.errors import ConfigError, PlacementError
 from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, Support
 from hwrl.run.cluster.placement import (
+    DeviceReport,
     DeviceReports,
-    HeldDevices,
     Machines,
     ProcessDevices,
     Reservation,
@@ -18,9 +18,9 @@ from hwrl.run.cluster.placement import (
     check_devices,
     choose_senders,
     choose_transport,
-    find_held_devices,
     has_devices,
     machine_devices,
+    make_device_report,
     make_visible,
     with_visible,
 )
@@ -30,28 +30,28 @@ DEVICES = DeviceMap(visible_variable="VISIBLE", ray_resource="XPU")
 
 
 def test_each_process_has_a_device_of_its_own_if_there_are_enough() -> None:
-    assignment = assign_devices(devices=8, ranks=2, replicas=3, width=1, may_share=True)
+    assignment = assign_devices(devices=8, ranks=2, replicas=3, tensor_parallel=1, may_share=True)
     assert [place.devices for place in (*assignment.ranks, *assignment.replicas)] == [(0,), (1,), (2,), (3,), (4,)]
     assert {place.share for place in (*assignment.ranks, *assignment.replicas)} == {1.0}
     assert not assignment.shared and str(assignment) == "each process has its own"
 
 
 def test_replicas_share_what_the_trainer_leaves() -> None:
-    assignment = assign_devices(devices=4, ranks=2, replicas=5, width=1, may_share=True)
+    assignment = assign_devices(devices=4, ranks=2, replicas=5, tensor_parallel=1, may_share=True)
     assert [place.share for place in assignment.ranks] == [1.0, 1.0]
     assert [place.devices for place in assignment.replicas] == [(2,), (3,), (2,), (3,), (2,)]
     assert assignment.shared and "the devices beside the trainer's" in str(assignment)
 
 
 def test_replicas_share_the_trainers_devices_if_nothing_is_left() -> None:
-    assignment = assign_devices(devices=1, ranks=1, replicas=1, width=1, may_share=True)
+    assignment = assign_devices(devices=1, ranks=1, replicas=1, tensor_parallel=1, may_share=True)
     assert (assignment.ranks, assignment.replicas) == ((Reservation((0,), 0.6),), (Reservation((0,), 0.4),))
     assert assignment.shared and "the trainer's devices" in str(assignment)
     assert assignment.bundles == [(0,)]
 
 
 def test_replicas_of_several_devices_have_them_to_themselves() -> None:
-    assignment = assign_devices(devices=8, ranks=2, replicas=2, width=3, may_share=True)
+    assignment = assign_devices(devices=8, ranks=2, replicas=2, tensor_parallel=3, may_share=True)
     assert [place.devices for place in assignment.replicas] == [(2, 3, 4), (5, 6, 7)]
     assert {place.share for place in (*assignment.ranks, *assignment.replicas)} == {1.0}
     assert assignment.devices == 8 and not assignment.shared
@@ -62,7 +62,7 @@ def test_replicas_of_several_devices_have_them_to_themselves() -> None:
 def test_replicas_of_several_devices_share_none(may_share: bool) -> None:
     wanted = r"needs 5 devices(.|\n)*rollout\.replicas=2 of rollout\.tensor_parallel=2 share none, and 4 are free"
     with pytest.raises(ConfigError, match=wanted):
-        assign_devices(devices=4, ranks=1, replicas=2, width=2, may_share=may_share)
+        assign_devices(devices=4, ranks=1, replicas=2, tensor_parallel=2, may_share=may_share)
 
 
 @pytest.mark.parametrize("devices", range(1, 9))
@@ -71,7 +71,7 @@ def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) 
     for replicas in range(1, 30):
         if ranks > devices:
             continue
-        assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=1, may_share=True)
+        assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, tensor_parallel=1, may_share=True)
         assert (len(assignment.ranks), len(assignment.replicas)) == (ranks, replicas)
         assert len({place.devices for place in assignment.ranks}) == ranks
         assert all(place.share > 0.5 for place in assignment.ranks)
@@ -83,12 +83,12 @@ def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) 
 
 def test_more_ranks_than_devices_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"train\.ranks=3 share none, and 2 are free"):
-        assign_devices(devices=2, ranks=3, replicas=1, width=1, may_share=True)
+        assign_devices(devices=2, ranks=3, replicas=1, tensor_parallel=1, may_share=True)
 
 
 def test_what_may_not_be_shared_is_not() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.replicas=2 share none, and 2 are free"):
-        assign_devices(devices=2, ranks=1, replicas=2, width=1, may_share=False)
+        assign_devices(devices=2, ranks=1, replicas=2, tensor_parallel=1, may_share=False)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +241,16 @@ def test_a_process_that_sees_hidden_devices_or_misses_its_own_says_so(monkeypatc
 
 def test_a_process_reports_its_current_device_as_the_machine_numbers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VISIBLE", "1")
-    held = find_held_devices((0,), Two(hwrl_cpu.INFO))
+    held = make_device_report((0,), Two(hwrl_cpu.INFO))
     assert held.names == ("1",) and held.keys[0].endswith(" 1")
-    assert find_held_devices((0,), Telling(hwrl_cpu.INFO)).keys == ("uuid-0",)
+    assert make_device_report((0,), Telling(hwrl_cpu.INFO)).keys == ("uuid-0",)
     monkeypatch.setenv("VISIBLE", "4,5")
-    assert find_held_devices((0, 1), Two(hwrl_cpu.INFO)).names == ("4", "5")
+    assert make_device_report((0, 1), Two(hwrl_cpu.INFO)).names == ("4", "5")
 
 
 def test_two_processes_on_one_device_are_refused_unless_their_seats_share_it() -> None:
-    def on(*names: str, host: str = "a") -> HeldDevices:
-        return HeldDevices(host, names, tuple(f"{host} {name}" for name in names))
+    def on(*names: str, host: str = "a") -> DeviceReport:
+        return DeviceReport(host, names, tuple(f"{host} {name}" for name in names))
 
     reports = DeviceReports(["trainer rank 0", "replica-0", "replica-1"])
     reports.add("replica-0", Reservation((1, 2), 1.0), on("1", "2"))

@@ -10,17 +10,17 @@ import ray.exceptions
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from hwrl.run.fleet.monitor import ProcessMonitor
-from hwrl.run.processes.actors import Pulse
+from hwrl.run.processes.actors import HeartbeatReply
 from hwrl.run.processes.answers import why_died
 
 
 class Reachable:
     """An actor whose answers are values or errors, ready at once; the clock goes on by a second with each look."""
 
-    def __init__(self, *answers: Pulse | Exception) -> None:
+    def __init__(self, *answers: HeartbeatReply | Exception) -> None:
         self._answers = list(answers)
 
-    def alive(self) -> Any:
+    def ping(self) -> Any:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
@@ -43,7 +43,9 @@ def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: N
     lost = ActorUnavailableError("its machine is cut off", None)
     log: list[str] = []
     monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, several_hosts=True)
-    monitor.watch("replica-0", cast(Any, Reachable(Pulse("host1"), *[lost] * 6, Pulse("host1"), lost)))
+    monitor.watch(
+        "replica-0", cast(Any, Reachable(HeartbeatReply("host1"), *[lost] * 6, HeartbeatReply("host1"), lost))
+    )
     silent = []
     for _ in range(30):
         monitor.update()
@@ -57,7 +59,7 @@ def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: N
 def test_a_machine_is_named_on_a_cluster_only(looks: None) -> None:
     for several, named in ((True, "replica-0 on host1"), (False, "replica-0")):
         monitor = ProcessMonitor(heartbeat_s=6.0, log=print, several_hosts=several)
-        monitor.watch("replica-0", cast(Any, Reachable(Pulse("host1"))))
+        monitor.watch("replica-0", cast(Any, Reachable(HeartbeatReply("host1"))))
         assert monitor.locate("replica-0") == "replica-0", "before the first answer"
         monitor.update()
         assert monitor.locate("replica-0") == named

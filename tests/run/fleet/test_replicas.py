@@ -78,7 +78,7 @@ class World:
     def wait(self, seconds: float) -> None:
         """Let so much time pass."""
         self.clock.now_s += seconds
-        self.replicas.start_due()
+        self.replicas.start_pending()
 
 
 def stand_in_devices(replicas: int, awaiting: set[str]) -> SimpleNamespace:
@@ -146,11 +146,11 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
     replicas.handle_event(replicas.answers[0])  # it has died
     replicas.handle_event(replicas.answers[0])  # its replacement refuses to start
     time.sleep(0.12)  # the limit itself, not a wait for something
-    replicas.restart_late()
+    replicas.replace_stuck()
     assert len(StandInHandle.handles) == 2 and StandInHandle.handles[1].killed
-    assert replicas.refused and not replicas.are_being_set_up and replicas.answers == []
+    assert replicas.input_changed and not replicas.are_starting and replicas.answers == []
     with pytest.raises(InputChangedError, match="changed during the run"):
-        replicas.raise_refusal()
+        replicas.raise_if_input_changed()
 
 
 def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_devices(
@@ -162,7 +162,7 @@ def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_de
     world.end(0)
     world.end(1)
     time.sleep(0.12)  # the limit itself, not a wait for something
-    world.replicas.restart_late()
+    world.replicas.replace_stuck()
     assert [handle.killed for handle in StandInHandle.handles] == [True, True, True, False]
 
 
@@ -233,7 +233,7 @@ def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: 
     assert world.logged[-1] == "scale: rollout replica-2 has left (killed); 0 prompts go to others; 1 replicas run"
     assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
     assert world.replicas.scale(1) == "replica-3 left at once", "one that does not run yet leaves first"
-    assert StandInHandle.handles[3].killed and not world.replicas.are_being_set_up
+    assert StandInHandle.handles[3].killed and not world.replicas.are_starting
 
 
 def test_a_replica_that_cannot_join_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def finished(lease: PromptLease) -> PromptGroup:
 
 async def begin(actor: LedgerActor) -> asyncio.Task[object]:
     """Request the first batch, and let the request reach the ledger."""
-    request: asyncio.Task[object] = asyncio.create_task(actor.take(2, 0))
+    request: asyncio.Task[object] = asyncio.create_task(actor.advance_and_take(2, 0))
     await asyncio.sleep(0)
     return request
 
@@ -78,7 +78,7 @@ def test_an_abandoned_take_takes_nothing() -> None:
         await actor.abandon_take()
         assert await abandoned == ([], None)
         await actor.complete([finished(lease) for lease in leases], "a#0", {})
-        groups, taken = await actor.take(2, 0)
+        groups, taken = await actor.advance_and_take(2, 0)
         assert taken is not None and taken.sequence_numbers == [group.sequence_number for group in groups] == [0, 1]
 
     asyncio.run(scene())
@@ -159,7 +159,7 @@ def test_a_stream_without_variance_ends_the_run() -> None:
     asyncio.run(scene())
 
 
-def test_a_parked_replica_gets_no_prompts_and_what_it_has_still_counts() -> None:
+def test_a_sleeping_replica_gets_no_prompts_and_what_it_has_still_counts() -> None:
     async def scene() -> None:
         actor = LedgerActor(config_of())
         await begin(actor)

@@ -82,7 +82,7 @@ def test_the_ledger_tells_the_spans_of_the_traced_prompts_of_a_batch() -> None:
 
     async def scene() -> BatchInfo | None:
         actor = LedgerActor(config)
-        request = asyncio.create_task(actor.take(2, 0))
+        request = asyncio.create_task(actor.advance_and_take(2, 0))
         await asyncio.sleep(0)
         leases = await actor.lease(2, "a#0")
         groups = [group_of(lease.sequence_number, lease.lease_id, SPANS[: lease.lease_id]) for lease in leases]

@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 
 from hwrl.errors import DataError, EngineError
 from hwrl.rollout import EvaluatedPrompt, Evaluation
-from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
+from hwrl.run.fleet.sharded_evaluation import ShardedEvaluation
 
 ENDED = EngineError("there is no evaluation", why="the rollouter has ended")
 
@@ -35,13 +35,13 @@ class StandInReplica:
 
 @pytest.fixture(autouse=True)
 def _answers_are_futures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hwrl.run.fleet.spread_evaluation.is_ready", lambda answer: answer.done())
-    monkeypatch.setattr("hwrl.run.fleet.spread_evaluation.value_of", lambda answer: answer.result())
+    monkeypatch.setattr("hwrl.run.fleet.sharded_evaluation.is_ready", lambda answer: answer.done())
+    monkeypatch.setattr("hwrl.run.fleet.sharded_evaluation.value_of", lambda answer: answer.result())
 
 
-def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 60.0) -> SpreadEvaluation:
+def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 60.0) -> ShardedEvaluation:
     staying = lambda: [name for name, one in replicas.items() if not one.leaving]  # noqa: E731 - a call with the names
-    return SpreadEvaluation(lambda: cast(Any, replicas), staying=staying, limit_s=limit_s)
+    return ShardedEvaluation(lambda: cast(Any, replicas), staying=staying, limit_s=limit_s)
 
 
 def test_each_replica_gets_a_part_and_the_parts_are_joined() -> None:
@@ -122,4 +122,4 @@ def test_a_late_part_is_told() -> None:
     replicas = {"a": StandInReplica(), "b": StandInReplica()}
     evaluation = spread(replicas, limit_s=0.0)
     replicas["b"].finish()
-    assert evaluation.late() == {"a": "its evaluation took timeouts.evaluation_s=0"}
+    assert evaluation.stuck() == {"a": "its evaluation took timeouts.evaluation_s=0"}

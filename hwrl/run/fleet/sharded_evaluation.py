@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayTaskError
 
 from hwrl.errors import EngineError, HwrlError
-from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
+from hwrl.run.processes.answers import DEATH_ERRORS, Answer, is_ready, value_of
 from hwrl.run.processes.handles import ReplicaHandle
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _StartedPart:
     began_s: float
 
 
-class SpreadEvaluation:
+class ShardedEvaluation:
     """An evaluation in as many parts as replicas run and do not leave. Each part goes to one replica.
 
     ``running`` returns the running replicas by their id, which names one life; ``staying`` returns the ids of those
@@ -92,7 +92,7 @@ class SpreadEvaluation:
                 answer = running[replica_id].evaluate(part.index, self._parts)
                 self._working[replica_id] = _StartedPart(part, answer, time.monotonic())
 
-    def late(self) -> dict[str, str]:
+    def stuck(self) -> dict[str, str]:
         """Return the replicas whose part takes too long, each with the reason."""
         now_s = time.monotonic()
         reason = f"its evaluation took timeouts.evaluation_s={self._limit_s:g}"
@@ -115,7 +115,7 @@ class SpreadEvaluation:
     def _take(self, work: _StartedPart) -> None:
         try:
             evaluation = value_of(work.answer)
-        except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
+        except (*DEATH_ERRORS, EngineError):  # the replica died, or its rollouter has ended
             self._put_back(work.part)
         except (HwrlError, RayTaskError) as exc:
             self._error = exc
