@@ -45,7 +45,7 @@ from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
 from hwrl.saved_names import saved_weights
-from hwrl.weights import Destination, EngineReceiver, Scattered, WeightLayout, whole_rules
+from hwrl.weights import CopyDestination, Destination, EngineReceiver, WeightLayout, whole_rules
 
 _StateDict = Mapping[str, torch.Tensor]
 
@@ -201,7 +201,7 @@ class EmbeddedEngine(RolloutEngine):
         self.version = version
 
     def _make_destination(self, layout: WeightLayout) -> Destination:
-        return Scattered(layout, whole_rules(layout, self._base), backend=self._backend)
+        return CopyDestination(layout, whole_rules(layout, self._base), backend=self._backend)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _StateDict) -> _StateDict:
         require_awake(self._asleep, {"weights"}, needed_for="load weights")

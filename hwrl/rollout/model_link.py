@@ -14,7 +14,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, EngineError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces import RolloutEngine, WeightOffer
-from hwrl.weights import DecisionKind, Limits, LinkMembers, Proposal, Received, ReceiverTiming, WeightReceiver
+from hwrl.weights import DecisionKind, Limits, LinkRegistrations, Proposal, Received, ReceiverTiming, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class EngineModels(PolledLink):
         several = [f"{replica}/{number}" for number in range(engine.receivers)]
         self._engine, self._address, self._once = engine, address, once
         self._timeout_s, self._timing = timeout_s, ReceiverTiming()
-        self._members = LinkMembers(
+        self._members = LinkRegistrations(
             store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest, timing=self._timing
         )
         self._checked = ("", 0)  # the newest layout that belongs to the engine's model: its hash, its tensors' bytes
@@ -241,7 +241,7 @@ class EngineModels(PolledLink):
 
     def _check(self, proposal: Proposal) -> int:
         """Return the tensors' bytes; EngineError if they are another model's. Nothing is overwritten then."""
-        if proposal.layout != self._checked[0]:
+        if proposal.layout_hash != self._checked[0]:
             layout = self._members.channel.layout(proposal)
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in layout.entries}
             try:

@@ -3,6 +3,7 @@
 from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.control import DecisionKind, Limits, Proposal, TransportPayload
+from hwrl.weights.copy_destination import CopyDestination, CopyRule, whole_rules
 from hwrl.weights.destination import (
     Destination,
     TensorLoader,
@@ -13,13 +14,12 @@ from hwrl.weights.destination import (
 from hwrl.weights.engine_receiver import EngineReceiver, Taken
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import NamedTensor, WeightLayout
-from hwrl.weights.members import LinkMembers
 from hwrl.weights.membership import withdraw
 from hwrl.weights.memory import receiver_nbytes, sender_nbytes
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
+from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock, TransferReport
-from hwrl.weights.scatter import CopyRule, Scattered, whole_rules
 from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
@@ -47,13 +47,14 @@ __all__ = [
     "AsyncWeightSender",
     "Checksums",
     "CoSender",
+    "CopyDestination",
     "CopyRule",
     "DecisionKind",
     "Destination",
     "EngineReceiver",
     "IncomingVersion",
     "Limits",
-    "LinkMembers",
+    "LinkRegistrations",
     "NamedTensor",
     "PolicySender",
     "Proposal",
@@ -61,7 +62,6 @@ __all__ = [
     "ReceiverContext",
     "ReceiverRound",
     "ReceiverTiming",
-    "Scattered",
     "SenderContext",
     "SenderRound",
     "SharedReads",

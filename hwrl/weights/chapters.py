@@ -55,6 +55,6 @@ class Chapters:
         self._described[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def described(named: list[NamedTensor]) -> list[NamedTensor]:
+def on_meta(named: list[NamedTensor]) -> list[NamedTensor]:
     """Return the names with meta tensors, so that no ties are found."""
     return [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in named]

@@ -18,7 +18,7 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.notes import ShareKey, ShareKind, ShareReport
 from hwrl.weights.report import StageClock
-from hwrl.weights.shared_reads import SharedReading
+from hwrl.weights.shared_reads import FollowerRead
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import WeightSource
@@ -53,7 +53,7 @@ class Reports:
         for share, rank in self._co_senders:
             report = None
             while report is None and time.monotonic() < deadline:
-                report = sending.note(_report_key(share), timeout_s=_LOOK_S)
+                report = sending.wait_for_co_sender(_report_key(share), timeout_s=_LOOK_S)
                 if report is None and not hurry and sending.has_votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
             found = _read(report, rank)
@@ -64,17 +64,18 @@ class Reports:
         """End the co-senders' part of a lost round. Raises TransferFailedError if one is to blame, or is silent."""
         if not self._co_senders:
             return
-        sending.tell(ShareKey.STOP, "")
+        sending.tell_co_senders(ShareKey.STOP)
         deadline = time.monotonic() + self._limits.votes_s
         for share, rank in self._co_senders:
-            _read(sending.note(_report_key(share), timeout_s=max(0.0, deadline - time.monotonic())), rank)
+            left_s = max(0.0, deadline - time.monotonic())
+            _read(sending.wait_for_co_sender(_report_key(share), timeout_s=left_s), rank)
 
     def forget(self, sending: SenderRound) -> None:
         """Delete the round's notes."""
         for share, _ in self._co_senders:
-            sending.forget(_report_key(share), of_receivers=False)
+            sending.forget_co_sender_note(_report_key(share))
         if self._co_senders:
-            sending.forget(ShareKey.STOP, of_receivers=False)
+            sending.forget_co_sender_note(ShareKey.STOP)
 
 
 def _read(report: bytes | None, rank: int) -> ShareReport:
@@ -128,7 +129,7 @@ class CoSender:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def take_part(self, number: int, reading: SharedReading) -> None:
+    def take_part(self, number: int, reading: FollowerRead) -> None:
         """Send this rank's share of proposal ``number``, and read to the end. Reports to rank 0 how it ended.
 
         A lost transfer raises nothing: rank 0 decides what follows. Any other error is raised, after the report.
@@ -168,7 +169,7 @@ class CoSender:
 
     def _agree(self, proposal: Proposal, *, ranks: int) -> tuple[WeightLayout, Shares]:
         """Return the proposal's layout and shares; they are read once."""
-        if self._agreed is None or self._agreed[0].hash != proposal.layout:
+        if self._agreed is None or self._agreed[0].hash != proposal.layout_hash:
             self.close()
             layout = self._channel.layout(proposal)
             self._agreed = layout, Shares(layout, sender_ranks(proposal.senders, ranks))

@@ -176,7 +176,7 @@ class Proposal:
     epoch: int
     version: int
     transport: str
-    layout: str
+    layout_hash: str
     to: tuple[int, ...]
     timeout_s: float
     last_stored_number: int
@@ -190,6 +190,8 @@ class Proposal:
         """Read a proposal. Raises TransferFailedError if it is malformed or ``payloads`` lacks its transport."""
         try:
             found = json.loads(text)
+            if isinstance(found["transport"], str) and found["transport"] not in payloads:
+                raise _unknown_transport(found["transport"][:80], payloads)
             payload = _read_fields(payloads[found["transport"]], found["payload"])
             proposal = _read_fields(cls, found, payload=payload)
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
@@ -375,8 +377,8 @@ class ControlChannel:
 
     def layout(self, proposal: Proposal) -> WeightLayout:
         """Return the proposal's layout; raises LayoutMismatchError if it is malformed or has another hash."""
-        layout = WeightLayout.from_json(self._keys.get(_key(Note.LAYOUT, proposal.layout)) or b"")
-        if layout.hash != proposal.layout:
+        layout = WeightLayout.from_json(self._keys.get(_key(Note.LAYOUT, proposal.layout_hash)) or b"")
+        if layout.hash != proposal.layout_hash:
             raise LayoutMismatchError(
                 "this is not the layout of the proposal", why="the hashes differ", fix="use the same hwrl on both sides"
             )
@@ -425,7 +427,7 @@ def _key(note: Note, *parts: int | str) -> str:
 
 
 def _transport_key(proposal: Proposal, key: str, member: int | None) -> str:
-    return _key(Note.TRANSPORT, proposal.number, key, *([] if member is None else [member]))
+    return _key(Note.TRANSPORT, proposal.number, "sender" if member is None else member, key)
 
 
 def write_message(kind: StrEnum, detail: str) -> str:
@@ -479,6 +481,14 @@ def _value(wanted: Any, found: Any) -> Any:
 
 def _is_metadata(found: dict[Any, Any]) -> bool:
     return all(isinstance(key, str) and isinstance(value, str | int | float) for key, value in found.items())
+
+
+def _unknown_transport(name: str, known: Collection[str]) -> TransferFailedError:
+    return TransferFailedError(
+        f"this process does not know the transport {name!r}",
+        why=f"the sender uses it, and this process knows {', '.join(known)}",
+        fix=f"install its package here, and pass transports=hwrl.weights.with_transport({name!r})",
+    )
 
 
 def _unreadable(name: str, text: bytes) -> TransferFailedError:

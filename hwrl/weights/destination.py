@@ -34,7 +34,7 @@ class Destination(Protocol):
     def memory_for(self, index: int) -> SlabLease:
         """Return the memory to receive slab ``index`` into. Call it in the order of the slabs."""
 
-    def store(self, lease: SlabLease) -> None:
+    def unpack(self, lease: SlabLease) -> None:
         """Bring a received slab to its tensors, if it is not there yet."""
 
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class FlatVersion:
         return cls(layout, flat=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
 
 
-class TwoVersions:
+class DoubleBuffer:
     """Room for two versions in turn: one serves while the next arrives. Each is allocated when it is first needed."""
 
     slots: int | None = None
@@ -104,7 +104,7 @@ class TwoVersions:
         assert self._spare is not None, "begin comes first"
         return SlabLease(index, self._spare.slabs[index])
 
-    def store(self, lease: SlabLease) -> None:
+    def unpack(self, lease: SlabLease) -> None:
         """Do nothing: slabs are received in place."""
 
     def finish(self) -> None:
@@ -223,7 +223,7 @@ class TensorStream:
         raw = raw_bytes(self._part(piece.entry))
         return SlabLease(index, raw[piece.start : piece.start + piece.nbytes])
 
-    def store(self, lease: SlabLease) -> None:
+    def unpack(self, lease: SlabLease) -> None:
         """Give the loader the tensors that are whole with this slab."""
         pieces = self._layout.slabs[lease.index].pieces
         if lease.copied:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from hwrl.comm import Store, connect_store
@@ -18,7 +19,8 @@ from hwrl.weights.control import Proposal
 from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import ReceiverTiming
+from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transports import TRANSPORTS
 
 _log = logging.getLogger("hwrl.weights")
 
@@ -44,8 +46,16 @@ class EngineReceiver:
     device. It connects with a link's store at the first offer. Used from one thread.
     """
 
-    def __init__(self, number: int, *, backend: Backend, make_destination: DestinationFactory) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        backend: Backend,
+        make_destination: DestinationFactory,
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:
         self._number, self._backend, self._make_destination = number, backend, make_destination
+        self._transports = transports
         self._stores: dict[str, Store] = {}
         self._intakes: dict[tuple[str, str], WeightIntake] = {}
 
@@ -106,5 +116,6 @@ class EngineReceiver:
                 backend=self._backend,
                 make_destination=self._make_destination,
                 timing=ReceiverTiming(),
+                transports=self._transports,
             )
         return self._intakes[key]

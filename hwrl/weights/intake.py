@@ -29,7 +29,7 @@ class WeightIntake:
     """Takes versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
 
     It is no member of the link: the caller gives the member's number with each proposal
-    (:class:`~hwrl.weights.LinkMembers`). At most ``slabs`` slabs are under way at once. Used from one thread, on one
+    (:class:`~hwrl.weights.LinkRegistrations`). At most ``slabs`` slabs are under way at once. Used from one thread, on one
     device.
     """
 
@@ -116,7 +116,7 @@ class WeightIntake:
         self.release()
 
     def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, ChapteredDestination, Checksums]:
-        if self._prepared is None or self._prepared[0].hash != proposal.layout:
+        if self._prepared is None or self._prepared[0].hash != proposal.layout_hash:
             self._prepared = None  # its memory is free before the next is taken
             layout = self._channel.layout(proposal)
             destination = ChapteredDestination(layout, self._make_destination(layout), self._make_destination)

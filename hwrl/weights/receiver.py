@@ -13,20 +13,20 @@ from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import Proposal
+from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import (
     RING_NBYTES,
     Destination,
     DestinationFactory,
+    DoubleBuffer,
     TensorLoader,
     TensorStream,
-    TwoVersions,
     ring_slots,
 )
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import WeightLayout
-from hwrl.weights.members import LinkMembers
+from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock
-from hwrl.weights.scatter import Scattered
 from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
 
@@ -98,7 +98,7 @@ class WeightReceiver:
         self._intake = WeightIntake(
             store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
         )
-        self._members = LinkMembers(store, name=name, replicas=[replica], newest=newest, **waiting)
+        self._members = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
         self._taking = False  # in a transfer
         self._took_part = False  # in a proposal, during this receive
         self._left = False  # the link, after a receive that was cancelled or had no place for a tensor
@@ -146,13 +146,13 @@ class WeightReceiver:
         try:
             return self._receive(timeout_s)
         except Exception:
-            if self._cancellation.is_wanted:
+            if self._cancellation.is_requested:
                 if self._took_part:
                     self._leave()  # the sender need not wait for a receiver that went away
                 self._cancellation.check()
             raise
         finally:
-            self._cancellation.clear()
+            self._cancellation.reset()
 
     def cancel(self) -> None:
         """End the receive that another thread is in, or else the next one; does not wait for that.
@@ -160,13 +160,13 @@ class WeightReceiver:
         A receive that waits ends within a fifth of a second. One that takes part in a transfer breaks it off and leaves
         the link, so the sender repeats it for the others; the next receive or poll joins again.
         """
-        self._cancellation.want()
+        self._cancellation.request()
         if self._taking:  # else the connections are in order
             self._intake.abort()
 
     def forget_cancellation(self) -> None:
         """Forget a :meth:`cancel` that came when the receive had ended."""
-        self._cancellation.clear()
+        self._cancellation.reset()
 
     def _receive(self, timeout_s: float) -> Received:
         deadline, aborted = time.monotonic() + timeout_s, None
@@ -243,11 +243,11 @@ def _destination_factory(
 
     def make_destination(layout: WeightLayout) -> Destination:
         if into is not None:
-            return Scattered.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
+            return CopyDestination.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
         if loader is not None:
             largest = max((slab.nbytes for slab in layout.slabs), default=0)
             slots = ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes)
             return TensorStream(layout, loader, backend=backend, slots=slots)
-        return TwoVersions(layout, backend=backend)
+        return DoubleBuffer(layout, backend=backend)
 
     return make_destination

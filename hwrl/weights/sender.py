@@ -14,7 +14,7 @@ from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError, in_one_line
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.chapters import Chapters, described
+from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.control import ControlChannel, Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
@@ -232,13 +232,13 @@ class WeightSender:
         if not isinstance(weights, Iterator):
             return WeightSource.of(weights)
         if self._link is not None and self._link.is_planned:
-            return WeightSource.of_known_layout(lambda: weights, once=True)
+            return WeightSource.of_known_layout(lambda: weights, one_shot=True)
         if self.keeps_versions:  # the size of a stored version must be known: the first one is held on the host
             return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in weights])
         chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
         if chapters.ended:
             return WeightSource.of(chapters.first)
-        return WeightSource(lambda: iter(described(chapters.first)), lambda: iter(chapters.first), chapters=chapters)
+        return WeightSource(lambda: iter(on_meta(chapters.first)), lambda: iter(chapters.first), chapters=chapters)
 
     def _check_turn(self, version: int, *, again: bool) -> None:
         self._channel.check_epoch(self._epoch)

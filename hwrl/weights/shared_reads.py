@@ -14,7 +14,7 @@ from hwrl.comm import Group
 from hwrl.errors import CommError, ConfigError
 from hwrl.interfaces import TrainEngine
 from hwrl.weights.layout import NamedTensor
-from hwrl.weights.source import Gatherers, SharedRead, WeightSource, gathering_to
+from hwrl.weights.source import Gatherers, SourceSelection, WeightSource, gathering_to
 
 _MESSAGE_NBYTES = 256
 _END: dict[str, Any] = {}
@@ -23,7 +23,7 @@ _END: dict[str, Any] = {}
 class RoundFollower(Protocol):
     """Another rank's part in a round of a link: :class:`~hwrl.weights.CoSender`."""
 
-    def take_part(self, number: int, reading: SharedReading) -> None:
+    def take_part(self, number: int, reading: FollowerRead) -> None:
         """Take part in the round of proposal ``number``, and exhaust ``reading``."""
 
     def release(self) -> None:
@@ -41,7 +41,9 @@ class SharedReads:
         self.group = group
         self._originals = sources
         self.sources = tuple(
-            WeightSource(source.metadata, functools.partial(self.read, (number,)), shared=SharedRead(self, (number,)))
+            WeightSource(
+                source.metadata, functools.partial(self.read, (number,)), shared=SourceSelection(self, (number,))
+            )
             for number, source in enumerate(sources)
         )
 
@@ -56,7 +58,7 @@ class SharedReads:
             if "release" in message:
                 _of_link(message["release"], co_senders).release()
                 continue
-            reading = SharedReading(self, tuple(message["reads"]))
+            reading = FollowerRead(self, tuple(message["reads"]))
             link, number = message["round"] or (None, 0)
             co_sender = None if link is None else _of_link(link, co_senders)
             try:
@@ -143,7 +145,7 @@ class SharedReads:
         return received
 
 
-class SharedReading:
+class FollowerRead:
     """One read that the first rank has begun, seen from another rank. Exhaust it, or call :meth:`finish`."""
 
     def __init__(self, reads: SharedReads, numbers: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class WeightSource:
 
     ``metadata`` yields the names with tensors of the right dtype and shape; meta tensors are enough. Aliases of one
     meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. With
-    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``once`` says that
+    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``one_shot`` says that
     ``read`` works only once: a transfer that breaks then fails instead of being repeated. ``shared`` is set by
     :class:`~hwrl.weights.SharedReads`: several ranks read together. ``chapters`` is set by a sender.
     """
@@ -40,8 +40,8 @@ class WeightSource:
     metadata: Callable[[], Iterator[NamedTensor]]
     read: Callable[[], Iterator[NamedTensor]]
     holds_tensors: bool = False
-    shared: SharedRead | None = None
-    once: bool = False
+    shared: SourceSelection | None = None
+    one_shot: bool = False
     chapters: Chapters | None = None
 
     @classmethod
@@ -58,9 +58,9 @@ class WeightSource:
         return cls(lambda: iter(named), lambda: iter(named), isinstance(named, _HOLDS_TENSORS))
 
     @classmethod
-    def of_known_layout(cls, read: Callable[[], Iterator[NamedTensor]], *, once: bool = False) -> WeightSource:
+    def of_known_layout(cls, read: Callable[[], Iterator[NamedTensor]], *, one_shot: bool = False) -> WeightSource:
         """Return a source without metadata, for a transfer that has the layout already."""
-        return cls(lambda: iter(()), read, once=once)
+        return cls(lambda: iter(()), read, one_shot=one_shot)
 
     @classmethod
     def from_module(
@@ -86,7 +86,7 @@ class WeightSource:
             lambda: _chained(self.read, other.read),
             self.holds_tensors and other.holds_tensors,
             None if self.shared is None or other.shared is None else self.shared + other.shared,
-            self.once or other.once,
+            self.one_shot or other.one_shot,
         )
 
 
@@ -107,14 +107,14 @@ class JointReads(Protocol):
 
 
 @dataclass(frozen=True)
-class SharedRead:
+class SourceSelection:
     """The sources ``numbers`` of ``reads``, read one after the other."""
 
     reads: JointReads
     numbers: tuple[int, ...]
 
-    def __add__(self, other: SharedRead) -> SharedRead | None:
-        return SharedRead(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
+    def __add__(self, other: SourceSelection) -> SourceSelection | None:
+        return SourceSelection(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
 
     def for_round(self, source: WeightSource, link: str, number: int, gatherers: Gatherers) -> WeightSource:
         """Return ``source``, read for proposal ``number`` of ``link``: the first read begins the co-senders' part."""

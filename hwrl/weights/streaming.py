@@ -30,10 +30,10 @@ class IncomingVersion:
     Leaving the context reads the rest and waits for the decision. Leaving it by an exception ends the receive.
     """
 
-    def __init__(self, receiver: WeightReceiver, handover: Handover, *, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, receiver: WeightReceiver, queue: TensorQueue, *, backend: Backend, timeout_s: float) -> None:
         self.received: Received | None = None
         """The committed version, without tensors; None before the decision."""
-        self._receiver, self._handover, self._timeout_s = receiver, handover, timeout_s
+        self._receiver, self._queue, self._timeout_s = receiver, queue, timeout_s
         self._error: BaseException | None = None
         self._cancelled = False
         self._index, self._stream, self._backend = backend.current_index(), backend.current_stream(), backend
@@ -43,13 +43,13 @@ class IncomingVersion:
     @property
     def attempts(self) -> int:
         """How many transfers of the version have begun here."""
-        return self._handover.begun
+        return self._queue.begun
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return self
 
     def __next__(self) -> NamedTensor:
-        pair = self._handover.take()
+        pair = self._queue.take()
         if pair is not None:
             return pair
         self._thread.join()
@@ -71,7 +71,7 @@ class IncomingVersion:
 
     def cancel(self) -> None:
         """End the receive soon; any thread may call this. Does nothing after the decision."""
-        self._handover.close()
+        self._queue.close()
         if self._thread.is_alive():
             self._cancelled = True
             self._receiver.cancel()
@@ -92,7 +92,7 @@ class IncomingVersion:
         except BaseException as exc:  # noqa: BLE001 - raised again by the consumer's thread
             self._error = exc
         finally:
-            self._handover.end()
+            self._queue.end()
 
 
 class StreamReceiver:
@@ -147,8 +147,8 @@ class StreamReceiver:
         stream that is current at the first call. There is one stream at a time: this closes the one before.
         """
         self._close_stream()
-        handover = self._loader.handover = Handover()
-        self._incoming = IncomingVersion(self._receiver, handover, backend=self._backend, timeout_s=timeout_s)
+        queue = self._loader.queue = TensorQueue()
+        self._incoming = IncomingVersion(self._receiver, queue, backend=self._backend, timeout_s=timeout_s)
         return self._incoming
 
     def __enter__(self) -> StreamReceiver:
@@ -171,22 +171,22 @@ class _NewestStream:
     """The receiver's loader: it gives each version to the stream that was begun for it."""
 
     def __init__(self) -> None:
-        self.handover = Handover()
+        self.queue = TensorQueue()
 
     def begin(self) -> None:
-        self.handover.begin()
+        self.queue.begin()
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        self.handover.load(tensors)
+        self.queue.load(tensors)
 
     def finish(self) -> None:
-        """Do nothing: the handover's end follows."""
+        """Do nothing: the queue's end follows."""
 
     def cancel(self) -> None:
-        self.handover.cancel()
+        self.queue.cancel()
 
 
-class Handover:
+class TensorQueue:
     """The tensors of one stream on their way from the receiving thread to the consumer's. Waits for the consumer."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hwrl.errors import CommError, TransferFailedError, in_one_line
-from hwrl.weights.chapters import Chapters, described
+from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
 from hwrl.weights.layout import NamedTensor, WeightLayout
@@ -128,12 +128,12 @@ class SenderLink:
             epoch=self.epoch,
             version=outgoing.version,
             transport=self._name,
-            layout=self.layout.hash,
+            layout_hash=self.layout.hash,
             to=tuple(to),
             timeout_s=self.limits.timeout_s,
             last_stored_number=0 if self.stored is None else self.stored.number,
             metadata=outgoing.metadata,
-            payload=self.end.open(number, tuple(to), clock),
+            payload=self.end.prepare(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
             chapters=int(outgoing.source.chapters is not None),
         )
@@ -218,7 +218,7 @@ class Transaction:
         self._postponed: set[int] = set()  # new members without this version
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
-        self._spent = False  # whether the source was read, and can be read only once
+        self._source_consumed = False  # whether the source was read, and can be read only once
 
     def run(self) -> CommitOutcome:
         """Repeat rounds until each member has the version or is excluded.
@@ -255,7 +255,7 @@ class Transaction:
             sending = self._propose(to)
             if self._run_round(sending):
                 return
-            self._check_not_spent()
+            self._check_can_read_again()
             without_culprit += len(self._excluded) + len(self._postponed) == blamed and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
@@ -300,7 +300,9 @@ class Transaction:
             raise
         finally:
             source = self._outgoing.source
-            self._spent = (source.once and reader.begun) or (source.chapters is not None and source.chapters.read > 1)
+            self._source_consumed = (source.one_shot and reader.begun) or (
+                source.chapters is not None and source.chapters.read > 1
+            )
             reader.close()
             self._link.end.end_round(sending)
             self._link.reports.forget(sending)
@@ -376,7 +378,7 @@ class Transaction:
         while not chapters.ended:
             with self._clock("gather"):
                 tensors = chapters.take()
-            layout = link.plan(described(tensors))
+            layout = link.plan(on_meta(tensors))
             link.end.end_round(sending)  # its notes are read
             sending.end_chapter(ChapterNote(ChapterKind.NEXT, layout.to_json()))
             reader = TensorReader(layout, WeightSource.of_known_layout(functools.partial(iter, tensors)))
@@ -385,8 +387,8 @@ class Transaction:
         link.end.end_round(sending)
         sending.end_chapter(ChapterNote(ChapterKind.END))
 
-    def _check_not_spent(self) -> None:
-        if self._spent:
+    def _check_can_read_again(self) -> None:
+        if self._source_consumed:
             raise TransferFailedError(
                 f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
                 why=f"the transfer broke; {self._last_failure}",

@@ -47,7 +47,7 @@ _Found = TypeVar("_Found")
 class TransportSender(Protocol):
     """The sender's end of a transport. ``send`` may be called for the same version several times."""
 
-    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> TransportPayload:
+    def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> TransportPayload:
         """Prepare proposal ``number`` to receivers ``to``; return the part of the proposal for their ends."""
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
@@ -223,9 +223,17 @@ class SenderRound:
         """Write a transport note to all receivers."""
         self._channel.put_transport_note(self.proposal, _in_chapter(self._chapter, key), text)
 
-    def note(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Wait for the transport note ``key`` of the sender's side; None after ``timeout_s``."""
+    def tell_co_senders(self, key: str) -> None:
+        """Write the note ``key`` to the co-senders."""
+        self._channel.put_transport_note(self.proposal, key, "")
+
+    def wait_for_co_sender(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Wait for the note ``key`` of a co-sender; return None after ``timeout_s``."""
         return self._channel.wait_for_transport_note(self.proposal, key, timeout_s=timeout_s)
+
+    def forget_co_sender_note(self, key: str) -> None:
+        """Delete a note to or from the co-senders."""
+        self._channel.forget_transport_note(self.proposal, key)
 
     def has_votes(self) -> bool:
         """Return whether a receiver has voted."""
@@ -295,24 +303,24 @@ class Cancellation:
     """Lets any thread end the receive of another one."""
 
     def __init__(self) -> None:
-        self._wanted = threading.Event()
+        self._requested = threading.Event()
 
-    def want(self) -> None:
+    def request(self) -> None:
         """Let the receive under way fail at its next check; the next one if none is under way."""
-        self._wanted.set()
+        self._requested.set()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Let receives go on."""
-        self._wanted.clear()
+        self._requested.clear()
 
     @property
-    def is_wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether another thread wants the receive to end."""
-        return self._wanted.is_set()
+        return self._requested.is_set()
 
     def check(self) -> None:
         """Raise CommAbortedError if another thread wants the receive to end."""
-        if self.is_wanted:
+        if self.is_requested:
             raise CommAbortedError("the receive was cancelled", why="its owner wanted it to end", fix="receive again")
 
 
@@ -433,4 +441,5 @@ def _chapter_key(number: int) -> str:
 
 
 def _in_chapter(number: int, key: str) -> str:
-    return f"{number}/{key}" if number else key
+    """Return the key of a transport's note. It begins with a digit, and keys of hwrl's own notes with a letter."""
+    return f"{number}/{key}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hwrl.discovery import get_backend
-from hwrl.weights import Destination, Scattered, TensorStream, WeightLayout, ring_slots
+from hwrl.weights import CopyDestination, Destination, TensorStream, WeightLayout, ring_slots
 from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.reload import Reload
 
@@ -67,7 +67,7 @@ class ModelLoading:
         """Return where versions of ``layout`` go in place: into the parameters, or to vLLM's loaders."""
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
-            return Scattered(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
+            return CopyDestination(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
         largest = max((slab.nbytes for slab in layout.slabs), default=0)
         return TensorStream(layout, self._reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
 
@@ -76,9 +76,9 @@ class ModelLoading:
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             self._staged = self.copies.staged()
-            return Scattered(layout, self._staged.rules(), backend=backend)
+            return CopyDestination(layout, self._staged.rules(), backend=backend)
         self._staged = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8, device=backend.device()))
-        return Scattered.into(layout, self._staged, backend=backend)
+        return CopyDestination.into(layout, self._staged, backend=backend)
 
     def install(self) -> None:
         """Load the staged version, if there is one, and wait for the device."""

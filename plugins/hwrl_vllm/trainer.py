@@ -128,7 +128,7 @@ class TransferTrainer:
     def _update(self, source: _OnePass) -> None:
         self._start()
         try:
-            if not self._transfer(WeightSource(source.metadata, source.read, once=True)):
+            if not self._transfer(WeightSource(source.metadata, source.read, one_shot=True)):
                 raise TransferFailedError(
                     f"version {self.version} is not in vLLM; {self._workers.consequence}",
                     why=self._workers.failure or "the workers did not take it",

@@ -25,7 +25,7 @@ from hwrl.errors import CommError, CommTimeoutError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
-from tests.support.stranger import as_stranger
+from tests.support.stranger import become_a_stranger
 from tests.support.weight_link import beside
 
 
@@ -45,13 +45,18 @@ def _hear(place: tuple[str, int]) -> int:
     return heard
 
 
+def _hear_all(rank: int, places: list[tuple[str, int]]) -> list[int]:
+    become_a_stranger()
+    return [_hear(place) for place in places]
+
+
 def test_another_user_neither_reads_nor_writes() -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
     before = listeners()
     store = serve_store()
     places = sorted(listeners() - before)
     assert len(places) >= 2, "the store, and the place inside this process"
-    heard = as_stranger(lambda: [_hear(place) for place in [("127.0.0.1", torchs.port), *places]])
+    [heard] = run_processes(_hear_all, 1, [("127.0.0.1", torchs.port), *places])
     assert torchs.get("key") == b"a stranger's", "the attack works on torch's own store"
     assert set(heard[1:]) == {0}, "a stranger is told nothing"
     assert not store.check(["key"])
@@ -242,14 +247,13 @@ def test_a_stranger_that_takes_a_ranks_place_in_a_group_hears_nothing(rank: int)
     making = beside(lambda: _make_group(connect_store(store_address(store)), rank))
     assert not await_keys(store, [f"group/listens/{rank}", f"group/0/{rank}"], timeout_s=20.0)
     place = tuple(json.loads(store.get(f"group/listens/{rank}"))[0])
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        hearing = beside(lambda: as_stranger(lambda: _take_places(place, theirs)))
-        assert mine.recv(1) == b"."
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        hearing = beside(lambda: run_processes(_take_places, 1, place, taken.getsockname()))
+        taken.accept()[0].close()
         for make in (making, beside(lambda: _make_group(store, 1 - rank))):
             with pytest.raises(CommError, match=r"a process that is no rank of it has connected, from 127\.0\.0\.1:"):
                 make()
-        assert hearing() == 0
+        assert hearing() == [0]
 
 
 def _make_group(store: Any, rank: int) -> None:
@@ -260,13 +264,14 @@ def _make_group(store: Any, rank: int) -> None:
     group.broadcast(torch.ones(100), 0).wait()
 
 
-def _take_places(place: Any, ready: socket.socket) -> int:
-    """Connect to a rank at ``place`` in the name of its peers; return how many bytes it sends."""
+def _take_places(_: int, place: tuple[str, int], taken: tuple[str, int]) -> int:
+    """Connect to a rank at ``place`` as its peers, then to ``taken``; return how many bytes the rank sends."""
+    become_a_stranger()
     with contextlib.ExitStack() as opened:
         connections = [opened.enter_context(socket.create_connection(place, 20.0)) for _ in range(4)]
         for number, connection in enumerate(connections):
             connection.sendall(struct.pack("<q", number))
-        ready.sendall(b".")
+        opened.enter_context(socket.create_connection(taken, 20.0))
         heard = 0
         for connection in connections:
             with contextlib.suppress(OSError):

@@ -27,9 +27,9 @@ from hwrl.rollout import (
 from hwrl.saved_names import saved_weights
 from hwrl.weights import (
     POLICY,
+    CopyDestination,
     CopyRule,
     EngineReceiver,
-    Scattered,
     Taken,
     TransportName,
     WeightLayout,
@@ -273,11 +273,11 @@ class TwoWorkers(RolloutEngine):
             for number in range(2)
         ]
 
-    def _place(self, number: int, layout: WeightLayout) -> Scattered:
+    def _place(self, number: int, layout: WeightLayout) -> CopyDestination:
         if number in self.failing:
             raise ValueError("no room")
         rule = CopyRule("w", self.halves[number], (4, 1), 32 * number)
-        return Scattered(layout, [rule], backend=CpuBackend(INFO))
+        return CopyDestination(layout, [rule], backend=CpuBackend(INFO))
 
     def check_weights(self, tensors: Any) -> None:
         pass

@@ -42,8 +42,8 @@ class FaultySender(Wrapped):
     first: Any = None
     rounds = 0
 
-    def open(self, number: int, to: tuple[int, ...], clock: Any) -> Any:
-        return self._end.open(number, to, clock)
+    def prepare(self, number: int, to: tuple[int, ...], clock: Any) -> Any:
+        return self._end.prepare(number, to, clock)
 
     def send(self, sending: Any, reader: Any, clock: Any) -> None:
         self.rounds += 1

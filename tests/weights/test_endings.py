@@ -212,7 +212,7 @@ class _VotesMeanwhile(Membership):
         proposal = self._channel.proposal(self._channel.newest())
         assert proposal is not None
         (member,) = proposal.to
-        self._channel.put_transport_note(proposal, "read", "", member=member)
+        self._channel.put_transport_note(proposal, "0/read", "", member=member)
         self._channel.cast_vote(proposal, member, Vote(VoteKind.WHOLE))
 
 

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from hwrl.comm import PrefixStore, Store, store_address
 from hwrl.errors import HwrlError
 from hwrl.interfaces import Handle
+from hwrl.testing.processes import run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Vote, VoteKind
 from hwrl.weights.transports.ipc import Window
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
-from tests.support.stranger import as_stranger
+from tests.support.stranger import become_a_stranger
 from tests.support.weight_link import channel_of, exchange, model_of, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
@@ -87,8 +88,9 @@ _ATTACKS: list[Callable[[ControlChannel], None]] = [
 ]  # fmt: skip
 
 
-def _attack(places: list[tuple[str, int]]) -> list[str]:
+def _attack(_: int, places: list[tuple[str, int]]) -> list[str]:
     """Try each attack at each of ``places``; return those that worked."""
+    become_a_stranger()
     worked = []
     for host, port in places:
         if not _is_open_store((host, port)):
@@ -116,7 +118,7 @@ def test_a_stranger_changes_nothing_on_a_link(store: Store, transport: str) -> N
         exchange(sender, [receiver], 1)
         places = sorted(listeners())
         assert len(places) >= 2, "the store, and the place inside this process"
-        assert as_stranger(lambda: _attack(places)) == []
+        assert run_processes(_attack, 1, places) == [[]]
         report = exchange(sender, [receiver], 2)
         assert report.receivers == 1 and sender.new_receivers() == ()
         assert channel_of(store).epoch() == 1
@@ -124,7 +126,8 @@ def test_a_stranger_changes_nothing_on_a_link(store: Store, transport: str) -> N
 
 def test_the_same_attacks_work_on_torchs_own_store() -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
-    assert as_stranger(lambda: _attack([("127.0.0.1", torchs.port)])) == [attack.__name__ for attack in _ATTACKS]
+    [worked] = run_processes(_attack, 1, [("127.0.0.1", torchs.port)])
+    assert worked == [attack.__name__ for attack in _ATTACKS]
     assert PrefixStore("weights/policy", torchs).get("epochs") == b"junk"
 
 
@@ -140,7 +143,7 @@ def test_another_user_cannot_open_version_files(store: Store, shared: bool) -> N
             sender.publish(1, model_of(1))
             files = _version_files(base if shared else None)
             assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
-            assert as_stranger(lambda: [str(path) for path in files if _opens(path)]) == []
+            assert run_processes(_open_as_a_stranger, 1, files) == [[]]
             assert [str(path) for path in files if _opens(path)], "the run's user opens them"
     finally:
         shutil.rmtree(base)
@@ -158,6 +161,11 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+def _open_as_a_stranger(_: int, files: list[Path]) -> list[str]:
+    become_a_stranger()
+    return [str(path) for path in files if _opens(path)]
 
 
 def _opens(path: Path) -> bool:

@@ -17,7 +17,7 @@ _PROPOSAL: dict[str, Any] = {
     "epoch": 1,
     "version": 1,
     "transport": "device",
-    "layout": "",
+    "layout_hash": "",
     "to": [1, 2],
     "timeout_s": 60.0,
     "last_stored_number": 0,
@@ -41,7 +41,6 @@ _WRONG: list[dict[str, Any]] = [
     {"timeout_s": 0},
     {"timeout_s": float("nan")},
     {"metadata": {"step": [1]}},
-    {"transport": "carrier pigeon"},
     {"transport": ["device"]},
     {"payload": {"group": "1.1"}},
     {"payload": {"group": "1.1", "lanes": "1"}},
@@ -54,6 +53,12 @@ _UNREADABLE = [b"", b"[]", b"{}", b'{"number":1}', b"\xff", b"[" * 100_000]
 @pytest.mark.parametrize("text", [*_UNREADABLE, *(json.dumps({**_PROPOSAL, **wrong}).encode() for wrong in _WRONG)])
 def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
     with pytest.raises(TransferFailedError, match="a proposal cannot be read"):
+        Proposal.read(text, _PAYLOADS)
+
+
+def test_a_proposal_of_an_unknown_transport_says_how_to_know_it() -> None:
+    text = json.dumps({**_PROPOSAL, "transport": "carrier pigeon"}).encode()
+    with pytest.raises(TransferFailedError, match=r"(?s)'carrier pigeon'.*transports=.*with_transport\('carrier pi"):
         Proposal.read(text, _PAYLOADS)
 
 

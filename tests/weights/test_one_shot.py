@@ -258,7 +258,7 @@ def test_a_receiver_without_a_place_for_a_late_tensor_leaves(store: Store) -> No
 def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store: Store) -> None:
     generated = Generated(1)
     metadata = [(name, tensor.to("meta")) for name, tensor in Generated(0).tensors()]
-    source = WeightSource(lambda: iter(metadata), generated.tensors, once=True)
+    source = WeightSource(lambda: iter(metadata), generated.tensors, one_shot=True)
     with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store) as receiver:
         waiting = beside(receiver.receive)
         sender.wait_for_receivers(["r0"])

@@ -124,7 +124,7 @@ class DeviceSender:
         self._lanes: Lanes | None = None
         self._connecting = _Connecting(context.store)
 
-    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
+    def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
         """Name the groups: those of the last round if the receivers are the same."""
         if self._lanes is not None and self._lanes.to != to:
             self.abort()
@@ -272,7 +272,7 @@ class DeviceReceiver:
 def _store(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
     pending.wait()
     sums.add(lease.index, lease.memory)
-    destination.store(lease)
+    destination.unpack(lease)
 
 
 def _payload(proposal: Proposal) -> DevicePayload:

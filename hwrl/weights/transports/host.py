@@ -55,7 +55,7 @@ class HostSender:
         self._renew_events()
         self._newest_slot: int | None = None
 
-    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> HostPayload:
+    def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> HostPayload:
         """Take a free file for proposal ``number``; blocks until there is one."""
         with clock("claim"):
             slot = self._take_free_file(number, clock)
@@ -69,7 +69,7 @@ class HostSender:
         )
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Copy the tensors to the file taken by :meth:`open`; if this fails, the file says so to its readers."""
+        """Copy the tensors to the file taken by :meth:`prepare`; if this fails, the file says so to its readers."""
         slot = payload_of(sending.proposal).slot
         file = self._file(slot)
         try:
@@ -245,7 +245,7 @@ class HostReceiver:
         with self._summing:
             self._summing.wait_event(arrived)
             sums.add(index, lease.memory)
-            destination.store(lease)
+            destination.unpack(lease)
             lease.in_use_until(self._summing.record_event())
 
     def _wait_for_more(self, file: VersionFile, receiving: ReceiverRound, taken: int) -> int | None:

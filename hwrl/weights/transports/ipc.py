@@ -72,7 +72,7 @@ class IpcSender:
         self._sending: SenderRound | None = None
         self._shown = 0
 
-    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> IpcPayload:
+    def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> IpcPayload:
         """Return the empty payload."""
         return IpcPayload()
 
@@ -326,7 +326,7 @@ class IpcReceiver:
             storing.wait_event(copying.record_event())
             with storing:
                 sums.add(index, lease.memory)
-                destination.store(lease)
+                destination.unpack(lease)
                 lease.in_use_until(storing.record_event())
         reading.copied = copying.record_event()
         return theirs

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hwrl.cli import main
-from hwrl.comm import Store
-from hwrl.errors import ConfigError
+from hwrl.comm import Store, store_address
+from hwrl.errors import CommError, ConfigError, TransferFailedError
+from hwrl.interfaces import WeightOffer
 from hwrl.run.cluster.placement import choose_senders
 from hwrl.testing.contracts.weights import need_transport
-from hwrl.weights import TRANSPORTS
+from hwrl.weights import (
+    TRANSPORTS,
+    CoSender,
+    EngineReceiver,
+    LinkRegistrations,
+    ReceiverRound,
+    ReceiverTiming,
+    SenderRound,
+    Transport,
+)
+from hwrl.weights.destination import DoubleBuffer
+from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ChapterKind, ChapterNote
+from hwrl.weights.transport import Cancellation
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.weight_link import beside, exchange, receiver_of, sender_of, store
+from tests.support.weight_link import (
+    beside,
+    channel_of,
+    exchange,
+    model_of,
+    newest_proposal,
+    receiver_of,
+    sender_of,
+    store,
+)
 
 __all__ = ["store"]  # the fixture
 
@@ -25,8 +51,8 @@ FOURTH = "wire"
 
 
 @pytest.fixture
-def fourth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that `hwrl new-transport` writes, and its line in the table."""
+def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
+    """The transport in the file that `hwrl new-transport` writes."""
     assert main(["new-transport", FOURTH, "--into", str(tmp_path)]) == 0
     (path,) = tmp_path.rglob("transport.py")
     spec = importlib.util.spec_from_file_location("fourth_transport", path)
@@ -34,7 +60,14 @@ def fourth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fourth_transport", module)  # its dataclass looks for its module
     spec.loader.exec_module(module)
-    monkeypatch.setitem(TRANSPORTS, FOURTH, module.TRANSPORT)
+    transport: Transport = module.TRANSPORT
+    return transport
+
+
+@pytest.fixture
+def fourth(wire: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That transport, and its line in the table."""
+    monkeypatch.setitem(TRANSPORTS, FOURTH, wire)
 
 
 def test_a_fourth_transport_carries_versions(store: Store, fourth: None) -> None:
@@ -53,6 +86,64 @@ def test_a_fourth_transport_carries_a_generator_in_chapters(store: Store, fourth
         assert sender.publish(1, made()).receivers == 1
         received = waiting()
         assert [tensor[0].item() for tensor in received.values()] == list(range(9))
+
+
+def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wire: Transport) -> None:
+    backend, transports = CpuBackend(INFO), {**TRANSPORTS, FOURTH: wire}
+    engine = {"backend": backend, "make_destination": functools.partial(DoubleBuffer, backend=backend)}
+    registrations = LinkRegistrations(
+        store, name="policy", replicas=["r0"], timing=ReceiverTiming(), transports=transports
+    )
+    with sender_of(store, transport=FOURTH, transports=transports) as sender:
+        publishing = beside(lambda: sender.publish(1, model_of(1)))
+        deadline = time.monotonic() + 30.0
+        proposal = registrations.wait(deadline=deadline, timeout_s=30.0, aborted=None, have=None)
+        assert registrations.rendezvous(proposal)
+        offer = WeightOffer(
+            store=store_address(store),
+            link="policy",
+            proposal=proposal.number,
+            version=1,
+            members=registrations.members_of(proposal),
+            timeout_s=30.0,
+            limit_s=99.0,
+        )
+        receiver = EngineReceiver(0, **engine, transports=transports)  # type: ignore[arg-type]  # of several types
+        assert receiver.take(offer).version == 1
+        assert publishing().receivers == 1
+        ignorant = EngineReceiver(0, **engine)  # type: ignore[arg-type]  # of several types
+        assert "transports=hwrl.weights.with_transport('wire')" in ignorant.take(offer).why
+        with pytest.raises(TransferFailedError, match=r"with_transport\('wire'\)"):
+            CoSender(store, backend=backend).take_part(proposal.number, cast(Any, None))
+        receiver.close()
+        ignorant.close()
+
+
+def test_keys_of_a_transport_are_never_those_of_hwrl_or_of_a_receiver(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel, proposal = channel_of(store), newest_proposal(store)
+        sending = SenderRound(proposal, channel, Membership(channel))
+        receiving = ReceiverRound(
+            proposal=proposal,
+            channel=channel,
+            member=proposal.to[0],
+            replica="r0",
+            timing=ReceiverTiming(),
+            cancellation=Cancellation(),
+            layout=channel.layout(proposal),
+            deadline=time.monotonic() + 30.0,
+        )
+        for key in ("chapter/1", "share/1", f"read/{proposal.to[0]}"):
+            sending.tell(key, "the transport's")
+            assert receiving.find_note(key) == b"the transport's"
+        assert sending.wait_for_co_sender("share/1", timeout_s=0.0) is None
+        with pytest.raises(CommError, match="before it wrote 'read'"):
+            sending.wait_for_all("read", timeout_s=0.1)
+        channel.forget_transport_note(proposal, "chapter/1")
+        sending.end_chapter(ChapterNote(ChapterKind.END))
+        assert list(receiving.further_chapters()) == []
+        assert receiving.find_note("chapter/1") == b"the transport's"
 
 
 def test_a_fourth_transport_is_known_by_its_facts(store: Store, fourth: None) -> None:

@@ -20,7 +20,7 @@ from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
 from hwrl.weights.control import VoteKind
-from hwrl.weights.destination import TwoVersions
+from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
@@ -242,7 +242,7 @@ def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store
     places = [[0, 0], [1, 0]]
     note = {"kind": "lent", "handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": places}
     receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
-    destination, sums = TwoVersions(layout, backend=backend), Checksums(layout, device=backend.device())
+    destination, sums = DoubleBuffer(layout, backend=backend), Checksums(layout, device=backend.device())
     with pytest.raises(CommError, match="the memory is gone") as error:
         IpcReceiver(ReceiverContext(store, backend, SLABS)).receive(receiving, destination, sums, StageClock())
     assert error.traceback and backend.opened[0]() is None
@@ -303,7 +303,7 @@ def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, la
     }
     backend = OpeningHere(memories, late=late)
     receiving: Any = SimpleNamespace(wait_for_note=notes.__getitem__, find_note=notes.get, tell=backend.log.append)
-    destination, sums = TwoVersions(layout, backend=backend), Checksums(layout, device=backend.device())
+    destination, sums = DoubleBuffer(layout, backend=backend), Checksums(layout, device=backend.device())
     destination.begin()
     end = IpcReceiver(ReceiverContext(store, backend, SLABS))
     assert sums.compare(end.receive(receiving, destination, sums, StageClock())).kind is VoteKind.WHOLE

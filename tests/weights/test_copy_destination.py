@@ -16,12 +16,12 @@ from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import WeightOffer
 from hwrl.testing.processes import run_processes
 from hwrl.weights import (
+    CopyDestination,
     CopyRule,
     Destination,
     EngineReceiver,
-    LinkMembers,
+    LinkRegistrations,
     ReceiverTiming,
-    Scattered,
     SlabRing,
     TensorStream,
     WeightLayout,
@@ -56,7 +56,7 @@ def fill(layout: WeightLayout, named: list[tuple[str, torch.Tensor]], destinatio
     for index, slab in enumerate(layout.slabs):
         sent, lease = ring.pack(index, reader.tensors_of(slab)), destination.memory_for(index)
         lease.memory.copy_(sent.memory)
-        destination.store(lease)
+        destination.unpack(lease)
 
 
 @st.composite
@@ -79,35 +79,35 @@ def test_every_slice_of_every_tensor_arrives(wanted: list[tuple[torch.Tensor, li
             view, target = view.T if view.dim() == 2 else view, target.T if view.dim() == 2 else target
         targets.append((room, target, view))
         rules.append(rule_of(name, view, target))
-    carry(layout, named, Scattered(layout, rules, backend=CPU))
+    carry(layout, named, CopyDestination(layout, rules, backend=CPU))
     for room, target, view in targets:
         assert torch.equal(target, view)
         assert int(room.isnan().sum()) == room.numel() - target.numel(), "nothing else is overwritten"
 
 
-def straight_slabs(layout: WeightLayout, placed: Scattered) -> list[int]:
-    """Return the slabs that are received straight into the targets, without a copy."""
+def direct_slabs(layout: WeightLayout, placed: CopyDestination) -> list[int]:
+    """Return the slabs that are received directly into the targets, without a copy."""
     return [index for index in range(len(layout.slabs)) if not placed.memory_for(index).copied]
 
 
-def test_what_lies_as_in_the_slabs_is_received_straight_into_the_targets() -> None:
+def test_what_lies_as_in_the_slabs_is_received_directly_into_the_targets() -> None:
     query, key = torch.randn(64, 32), torch.randn(32, 32)
     fused, scale = torch.zeros(96, 32), torch.zeros(3)
     named = [("q", query), ("k", key), ("scale", torch.ones(3))]
     layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES, own_nbytes=512)
     rules = [rule_of("q", query, fused[:64]), rule_of("k", key, fused[64:]), CopyRule.whole("scale", scale)]
-    placed = Scattered(layout, rules, backend=CPU)
-    assert straight_slabs(layout, placed) == [0, 1, 2, 3]
+    placed = CopyDestination(layout, rules, backend=CPU)
+    assert direct_slabs(layout, placed) == [0, 1, 2, 3]
     carry(layout, named, placed)
     assert torch.equal(fused, torch.cat([query, key])) and scale.eq(1).all()
 
 
-def test_a_slab_is_not_received_straight_over_bytes_of_others() -> None:
+def test_a_slab_is_not_received_directly_over_bytes_of_others() -> None:
     named = [("a", torch.ones(5)), ("b", torch.ones(7))]  # the layout has a gap between them
     layout, room = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES), torch.zeros(400)
     rules = [rule_of("a", named[0][1], room[:5]), rule_of("b", named[1][1], room[128:135])]
-    placed = Scattered(layout, rules, backend=CPU)
-    assert straight_slabs(layout, placed) == []
+    placed = CopyDestination(layout, rules, backend=CPU)
+    assert direct_slabs(layout, placed) == []
     carry(layout, named, placed)
     assert room.sum() == 12
 
@@ -122,15 +122,15 @@ def test_a_slab_is_not_received_straight_over_bytes_of_others() -> None:
 def test_rules_that_do_not_fit_are_refused(name: str, stride: tuple[int, ...], offset: int, why: str) -> None:
     layout = WeightLayout.plan([("w", torch.zeros(4, 8))])
     with pytest.raises(LayoutMismatchError, match=why):
-        Scattered(layout, [CopyRule(name, torch.zeros(4, 8), stride, offset)], backend=CPU)
+        CopyDestination(layout, [CopyRule(name, torch.zeros(4, 8), stride, offset)], backend=CPU)
 
 
 def test_the_ring_is_as_small_as_it_is_told_to_be() -> None:
     layout = WeightLayout.plan([(f"t{n}", torch.zeros(100)) for n in range(40)], slab_nbytes=1024)
     room = 2 * max(slab.nbytes for slab in layout.slabs) + 8
     assert len(layout.slabs) > 4
-    assert Scattered(layout, [], backend=CPU, slabs=4, ring_nbytes=room).slots == 2
-    assert Scattered(layout, [], backend=CPU, slabs=4, ring_nbytes=1).slots == 1
+    assert CopyDestination(layout, [], backend=CPU, slabs=4, ring_nbytes=room).slots == 2
+    assert CopyDestination(layout, [], backend=CPU, slabs=4, ring_nbytes=1).slots == 1
     assert ring_nbytes_of(layout, ring_nbytes=room) == room - 8 < ring_nbytes_of(layout)
 
 
@@ -177,7 +177,7 @@ class Counted:
     def __init__(self, stream: TensorStream) -> None:
         self._stream = stream
         self.slots, self.tensors = stream.slots, stream.tensors
-        self.begin, self.store = stream.begin, stream.store
+        self.begin, self.unpack = stream.begin, stream.unpack
         self.finish, self.cancel = stream.finish, stream.cancel
 
     def memory_for(self, index: int) -> SlabLease:
@@ -294,13 +294,13 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
     targets, allocated = targets_of(worker), []
     views = shares_of(weights_of(0), worker)
 
-    def make_destination(layout: WeightLayout) -> Scattered:
+    def make_destination(layout: WeightLayout) -> CopyDestination:
         rules = [rule_of(name, views[name], target) for name, target in targets.items()]
-        return Scattered(layout, rules, backend=CPU, slabs=2)
+        return CopyDestination(layout, rules, backend=CPU, slabs=2)
 
     receiver = EngineReceiver(worker, backend=CPU, make_destination=make_destination)
     timing = ReceiverTiming()
-    members = LinkMembers(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
+    members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
     for version in (1, 2, 3):
         deadline = 30.0 + time.monotonic()
         proposal = members.wait(deadline=deadline, timeout_s=30.0, aborted=None, have=None)

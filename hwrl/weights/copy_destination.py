@@ -56,14 +56,14 @@ class _SlabCopies:
     """The copies of one slab, in groups for batched calls: targets, and where each one's elements are in the slab."""
 
     groups: list[list[_Copy]]
-    straight: torch.Tensor | None
+    direct: torch.Tensor | None
     """The targets' memory, if the slab can be received there."""
 
     def __post_init__(self) -> None:
         self.targets = [[copy.target for copy in group] for group in self.groups]
 
 
-class Scattered:
+class CopyDestination:
     """The receiver's own tensors as the place of each version: every rule's elements go to its target.
 
     A slab is received straight into the targets where they lie in memory as the slab does. Otherwise it is received
@@ -101,7 +101,7 @@ class Scattered:
         backend: Backend,
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
-    ) -> Scattered:
+    ) -> CopyDestination:
         """Return the place of whole tensors in ``targets``, of the sent names, shapes and dtypes."""
         for entry in layout.entries:
             _check_target(entry, targets.get(entry.name), backend.device())
@@ -115,10 +115,10 @@ class Scattered:
 
     def memory_for(self, index: int) -> SlabLease:
         """Return the targets' memory, or a slot of the ring."""
-        straight = self._copies[index].straight
-        return self._ring.lease(index) if straight is None else SlabLease(index, straight)
+        direct = self._copies[index].direct
+        return self._ring.lease(index) if direct is None else SlabLease(index, direct)
 
-    def store(self, lease: SlabLease) -> None:
+    def unpack(self, lease: SlabLease) -> None:
         """Copy a slab from the ring to its targets."""
         if not lease.copied:
             return
@@ -153,8 +153,8 @@ class Scattered:
             for rule in rules.get(piece.entry, ()):
                 for box in _boxes_of(rule, begin, end):
                     copies.append(_copy_of(box, rule.target, dtype, shift))
-        straight = _straight_memory(layout, slab, copies, self._device)
-        return _SlabCopies([] if straight is not None else _grouped(copies), straight)
+        direct = _direct_memory(layout, slab, copies, self._device)
+        return _SlabCopies([] if direct is not None else _grouped(copies), direct)
 
 
 def _by_entry(layout: WeightLayout, rules: Iterable[CopyRule], device: torch.device) -> dict[int, list[CopyRule]]:
@@ -268,7 +268,7 @@ def _sources(copies: _SlabCopies, memory: torch.Tensor) -> list[list[torch.Tenso
     ]
 
 
-def _straight_memory(
+def _direct_memory(
     layout: WeightLayout, slab: Slab, copies: Sequence[_Copy], device: torch.device
 ) -> torch.Tensor | None:
     """Return the slab as memory of the targets; None if they lie otherwise, or if bytes between them are not theirs."""

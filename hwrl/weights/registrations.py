@@ -17,7 +17,7 @@ _CHECK_S = 0.5
 """How often members that wait for news look whether one of them was excluded."""
 
 
-class LinkMembers:
+class LinkRegistrations:
     """The members of the link ``name`` that one process speaks for, one for each of ``replicas``, their names.
 
     They join together when this is made. The process that receives a version for a member may be another one
