@@ -30,11 +30,14 @@ _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 class WeightSource:
     """Named tensors for a transfer to read as often as it needs; ``a + b`` reads both.
 
-    ``metadata`` yields the names with tensors of the right dtype and shape; meta tensors are enough. Aliases of one
-    meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. With
-    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``one_shot`` says that
-    ``read`` works only once: a transfer that breaks then fails instead of being repeated. ``shared`` is set by
-    :class:`~hwrl.weights.SharedReads`: several ranks read together. ``chapters`` is set by a sender.
+    ``metadata`` returns an iterator of names and tensors. Only their dtypes and shapes count, so meta tensors are
+    enough; two names of the same meta tensor object mean tied weights. ``read`` returns an iterator of the tensors
+    themselves, in the same order.
+
+    ``holds_tensors`` says that all tensors stay alive between two reads; otherwise they are made during a read.
+    ``one_shot`` says that ``read`` works only once. A transfer that breaks then fails instead of being repeated.
+    :class:`~hwrl.weights.SharedReads` sets ``shared``, for sources that several ranks read together. The sender sets
+    ``chapters``.
     """
 
     metadata: Callable[[], Iterator[NamedTensor]]

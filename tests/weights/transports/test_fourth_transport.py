@@ -100,7 +100,7 @@ def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wi
         proposal = registrations.wait(deadline=deadline, timeout_s=30.0, aborted=None, have=None)
         assert registrations.rendezvous(proposal)
         offer = WeightOffer(
-            store=store_address(store),
+            store=store_address(cast(Any, store)),
             link="policy",
             proposal=proposal.number,
             version=1,
