@@ -29,8 +29,8 @@ class WeightIntake:
     """Takes versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
 
     It does not join the link itself. The caller passes the member's number with each proposal
-    (:class:`~hwrl.weights.LinkRegistrations`). At most ``slabs`` slabs are under way at once. Use it from one thread, on
-    one device.
+    (:class:`~hwrl.weights.LinkRegistrations`). At most ``slabs`` slabs are under way at once. Use it from one thread,
+    on one device.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ def test_a_layout_is_read_once_and_a_closed_engine_has_no_connections(store: Sto
     with sender_of(store) as sender:
         replica.update_during(publishing(sender, 1))
         channel = channel_of(store)
-        assert channel.store.delete_key(f"layout/{newest_proposal(store).layout}")
+        assert channel.store.delete_key(f"layout/{newest_proposal(store).layout_hash}")
         replica.update_during(publishing(sender, 2))
         assert replica.engine.version == 2
     opened = len(os.listdir("/proc/self/fd"))
