@@ -1,4 +1,7 @@
-"""Check the inputs of a run before anything starts: cheaply, without torch and Ray."""
+"""Check the inputs of a run before anything starts, cheaply: without torch and Ray.
+
+Some small functions about the run's start are also here: the hooks of the engines' plugins, and whether Ray is local.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from hwrl.user_code import load_function
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, a user's function or an engine is missing, or if a row is no prompt.
+    """Raise an HwrlError if the model, a user's function or an engine is missing, or if a data row is not a prompt.
 
     Reads only the headers of the weight files. The trainer checks later that they hold every tensor of the model:
-    transformers renames and merges tensors as it loads them, so the names in the files are not enough. The processes
-    also check later whatever needs the tokenizer.
+    transformers renames and merges tensors while loading, so the names in the files are not enough. Checks that need
+    the tokenizer also happen later, in the processes.
 
-    Loading a function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
-    run joins a cluster (``RAY_ADDRESS``).
+    Loading a function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise as well, unless the run
+    joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
     _check_template(config.data.chat_template_file)
     reward = config.reward.function
     columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
     for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
-        for one in sets:
-            check_prompts(one.path, key=key, keys=DataKeys(*config.data.keys_of(one)), columns=columns)
+        for data_set in sets:
+            check_prompts(data_set.path, key=key, keys=DataKeys(*config.data.keys_of(data_set)), columns=columns)
     if config.data.curriculum is not None:
         load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
@@ -57,49 +60,50 @@ def check_inputs(config: Config) -> None:
 
 
 def sampling_warning(config: Config) -> str | None:
-    """Return a sentence for the log if the loss would take the sampling filters for a policy that has moved far.
+    """Return a warning for the log if the loss would mistake the effect of sampling filters for a policy change.
 
-    The ratio of the trained policy to the filtered distribution is at most the probability that the filters keep: with
-    top-p alone at least ``top_p``, with the others anything.
+    Engines report log-probabilities of the filtered distribution. So even for an unchanged policy, the ratio of trained
+    to sampled probability is not 1 but the probability mass that the filters keep. With top-p alone this mass is at
+    least ``top_p``; with top-k or min-p it has no lower bound.
     """
     rollout, algorithm = config.rollout, config.algorithm
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
     if not any(filters.values()):
         return None
-    least = 0.0 if filters["top_k"] or filters["min_p"] else rollout.top_p
-    faults = []
-    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and least < 1 - algorithm.clip_ratio_low:
-        faults.append(f"loss={algorithm.loss} clips it below {1 - algorithm.clip_ratio_low:g}")
-    if algorithm.rollout_rs in ("token_k1", "seq_mean_k1") and least < algorithm.rejection_band[0]:
-        faults.append(f"rollout_rs={algorithm.rollout_rs} rejects it below {algorithm.rejection_band[0]:g}")
+    lowest = 0.0 if filters["top_k"] or filters["min_p"] else rollout.top_p
+    effects = []
+    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and lowest < 1 - algorithm.clip_ratio_low:
+        effects.append(f"loss={algorithm.loss} clips it below {1 - algorithm.clip_ratio_low:g}")
+    if algorithm.rollout_rs in ("token_k1", "seq_mean_k1") and lowest < algorithm.rejection_band[0]:
+        effects.append(f"rollout_rs={algorithm.rollout_rs} rejects it below {algorithm.rejection_band[0]:g}")
     if algorithm.rollout_is == "sequence" or algorithm.rollout_rs == "seq_sum_k1":
-        faults.append("its product over a long response vanishes")
+        effects.append("its product over a long response goes to 0")
     used = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_used in filters.items() if is_used)
-    if not faults:
+    if not effects:
         return None
     return (
-        f"{used}: a fresh token's ratio of trained to sampled probability is the kept probability, down to {least:g}, "
-        f"and not 1; {'; '.join(faults)} (docs/training.md, Sampling)"
+        f"{used}: for a token of the current policy, the ratio of trained to sampled probability is not 1 but the "
+        f"probability mass that the filters keep, down to {lowest:g}; {'; '.join(effects)} (docs/training.md, Sampling)"
     )
 
 
 def is_local() -> bool:
-    """Return whether the run starts its own Ray on this machine. Otherwise it joins the cluster in RAY_ADDRESS."""
+    """Return whether the run starts its own Ray on this machine. Otherwise it joins the cluster at RAY_ADDRESS."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def load_train_engine(config: Config) -> Any:
-    """Return the hook of the plugin in ``train.engine``, which makes the train engine."""
+    """Return the hook of the plugin named by ``train.engine``. Calling the hook makes the train engine."""
     return load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
 
 
 def load_rollout_engine(config: Config) -> Any:
-    """Return the hook of the plugin in ``rollout.engine``, which makes the rollout engine."""
+    """Return the hook of the plugin named by ``rollout.engine``. Calling the hook makes the rollout engine."""
     return load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
 
 
 def _check_engine(name: str, asked_by: str, options: Mapping[str, Any]) -> None:
-    """Let the plugin check its options. On a cluster, this machine may lack the framework of the plugin."""
+    """Let the plugin check its options. Not on a cluster, because this machine may lack the plugin's framework."""
     if is_local():
         load_hook(name, "hwrl_check_engine", asked_by=asked_by, optional=True)(asked_by=asked_by, options=options)
 
@@ -109,7 +113,7 @@ def _check_model(config: Config) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"there is no model in {path}",
-            why=f"model.path names it, and {'it has no config.json' if path.is_dir() else 'it is no directory'}",
+            why=f"model.path names it, and {'it has no config.json' if path.is_dir() else 'it is not a directory'}",
             fix="set model.path to a directory written by save_pretrained of a transformers model",
         )
     damaged = {file.name: why for file in sorted(path.glob("*.safetensors")) if (why := _damage(file))}
@@ -127,13 +131,13 @@ def _check_template(file: Path | None) -> None:
     if file is not None and not file.is_file():
         raise ConfigError(
             f"there is no file {file}",
-            why="data.chat_template names it: without a '{' it is no template itself",
-            fix="correct the path, or write the template's text",
+            why="data.chat_template names it: a text without '{' is taken for a file name, not for a template",
+            fix="correct the path, or set data.chat_template to the text of the template",
         )
 
 
 def _damage(file: Path) -> str | None:
-    """Return why the .safetensors ``file`` is damaged, by its header and its size; None if it is not."""
+    """Return the damage of the .safetensors ``file``, judged by its header and its size; None if it is intact."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -146,9 +150,9 @@ def _damage(file: Path) -> str | None:
 
 
 def _missing(directory: Path, index: Path) -> dict[str, str]:
-    """Return the missing files of ``index``, each with the reason; or the index itself if it cannot be read."""
+    """Return the files that ``index`` names and ``directory`` lacks, with reasons; the index itself if unreadable."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return {name: f"{index.name} names it" for name in sorted(names) if not (directory / name).is_file()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        return {index.name: f"it is no index of weights: {exc!r}"}
+        return {index.name: f"it is not an index of weights: {exc!r}"}

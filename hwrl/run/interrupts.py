@@ -1,4 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP: they end a run after its step, with a checkpoint, or at once if nothing is to save."""
+"""Handle SIGINT, SIGTERM and SIGHUP, so that a run ends after its current step, with a checkpoint.
+
+If there is nothing to save, the signal ends the run at once.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,33 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 0.5
-"""timeout(1) signals its child first, and then the child's process group; the two signals are closer than this."""
+"""timeout(1) sends its signal to the child and then to the child's process group. Both come within this time."""
+_LOG_TIMEOUT_S = 0.5
+"""The longest wait for the last message: printing it may block for ever on a full pipe that nobody reads."""
 
 
 class Interrupts:
     """Handles SIGINT, SIGTERM and SIGHUP within a ``with`` block, in the main thread. Under nohup SIGHUP stays ignored.
 
-    A signal sets ``pending`` and raises KeyboardInterrupt. While ``message`` is set, the first signal does not raise:
-    it only logs the message. It does so in a thread, because the signal may interrupt another output. Signals within
-    ``same_signal_s`` seconds count as one. A child has these handlers, too, between its fork and its exec. There they
-    ignore signals: a signal for the process group also reaches the parent.
+    A signal sets :attr:`pending`. The attribute :attr:`defer_message` chooses what else it does:
+
+    - None: the signal raises KeyboardInterrupt in the main thread.
+    - A text: the first signal is deferred. It logs the text, and the main thread must look at ``pending`` itself. A
+      second signal raises KeyboardInterrupt.
+
+    Signals within ``same_signal_s`` seconds count as one. The text is logged in a thread, because the signal may have
+    interrupted another output. A child process inherits these handlers between its fork and its exec. There they do
+    nothing, because a signal to the process group also reaches the parent.
     """
 
     def __init__(
         self,
         log: Callable[[str], None] = print,
         *,
-        message: str | None = None,
+        defer_message: str | None = None,
         same_signal_s: float = SAME_SIGNAL_S,
     ) -> None:
-        self.defer_message, self.pending = message, False
+        self.defer_message, self.pending = defer_message, False
         self._log, self._same_signal_s = log, same_signal_s
         self._last_signal_s = float("-inf")
         self._logging: threading.Thread | None = None
@@ -46,7 +56,7 @@ class Interrupts:
         return self
 
     def install_handlers(self) -> None:
-        """Set the handlers, also after a library has set its own. Raises KeyboardInterrupt if a signal is pending."""
+        """Set the handlers; call it again after a library has replaced them. Raises KeyboardInterrupt if pending."""
         for number in self._handlers_before:
             signal.signal(number, self._handle)
         if self.pending:
@@ -56,7 +66,7 @@ class Interrupts:
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         if self._logging is not None:
-            self._logging.join(timeout=SAME_SIGNAL_S)  # it may block for ever on a full pipe without a reader
+            self._logging.join(timeout=_LOG_TIMEOUT_S)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -65,9 +75,9 @@ class Interrupts:
         if now_s - self._last_signal_s < self._same_signal_s:
             return
         self._last_signal_s = now_s
-        again, self.pending = self.pending, True
-        if again or self.defer_message is None:
+        is_second, self.pending = self.pending, True
+        if is_second or self.defer_message is None:
             raise KeyboardInterrupt
-        text = f"{self.defer_message}; once more to stop at once"
+        text = f"{self.defer_message}; send the signal again to stop at once"
         self._logging = threading.Thread(target=self._log, args=[text], daemon=True)
         self._logging.start()

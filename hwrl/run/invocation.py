@@ -1,4 +1,4 @@
-"""The hwrl command as the user started it."""
+"""The hwrl command, in the form in which the user can type it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def invoked() -> str:
-    """Return what starts the hwrl command here, for advice to copy into a shell.
+    """Return the shell command that starts this hwrl, for messages with a command to copy.
 
-    It is ``hwrl`` if the shell finds this installation by that name, otherwise the path that started this process.
+    It is ``hwrl`` if the shell finds this installation under that name, and otherwise the path of the started script.
     """
     started = Path(sys.argv[0])
     if started.name != "hwrl":

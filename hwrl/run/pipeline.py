@@ -1,7 +1,8 @@
-"""A run from start to end: start, the loop over the training steps, evaluations, checkpoints, and the end.
+"""A run from start to end: the loop over the training steps, with its evaluations and checkpoints.
 
-One step goes from :meth:`Pipeline._train_step` through the fleet (``fleet.py``, ``run_ledger.py``, ``trainers.py``) and
-the handles of the actors (``handles.py``) into the actors' processes (``actors.py``, ``trainer_rank.py``).
+All of this happens in the driver. A step goes from :meth:`Pipeline._train_step` to the fleet (``fleet.py``,
+``run_ledger.py``, ``trainers.py``). From there the actors' handles (``handles.py``) call the methods of ``actors.py``,
+which run in other processes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from hwrl.run.throttle import Throttle
 
 
 def run_training(config: Config, view: View) -> Summary:
-    """Train as ``config`` says, show the progress in ``view``, and return a summary.
+    """Train a model with the settings in ``config``, show the progress in ``view``, and return a summary.
 
-    Blocks until all steps are done, or until Ctrl-C, SIGTERM or SIGHUP. Such a signal ends the run after the current
-    step, with a checkpoint. Raises an HwrlError that no restart can fix. Raises KeyboardInterrupt for a second signal,
-    and for the first one while there is nothing to save: during the start, and on the way back to a checkpoint.
+    Blocks until all steps are done, or until the process gets SIGINT (Ctrl-C), SIGTERM or SIGHUP. Such a signal ends
+    the run after the current step, with a checkpoint. A second signal raises KeyboardInterrupt. So does the first one
+    while there is nothing to save: during the start, and while the run returns to a checkpoint. An error that
+    restarting a process cannot fix is raised as an HwrlError.
     """
     get_backend()  # raises, before anything starts, if no backend can run here
-    # While Ray starts, a signal must not raise: Python would drop the error in a fork hook and leave half a Ray behind.
-    interrupts = Interrupts(view.log, message="stopping as soon as Ray has started" if is_local() else None)
+    # Do not raise in a signal handler while Ray starts: in a fork hook Python discards the exception, and some of Ray's
+    # processes would stay.
+    interrupts = Interrupts(view.log, defer_message="stopping as soon as Ray has started" if is_local() else None)
     with (
         claimed_directory(config),
         RecordedView(view, config.dir) as recorded_view,
@@ -51,7 +54,7 @@ def run_training(config: Config, view: View) -> Summary:
         ray_cluster(config, log=recorded_view.log),
     ):
         interrupts.defer_message = None
-        interrupts.install_handlers()  # again, because Ray's C++ part has set its own handler for SIGTERM
+        interrupts.install_handlers()  # again: Ray's C++ code has replaced our handler of SIGTERM
         fleet = Fleet(config, inputs=identify_inputs(config), log=recorded_view.log)
         pipeline = Pipeline(config, recorded_view, interrupts, fleet=fleet)
         try:
@@ -67,9 +70,13 @@ def run_training(config: Config, view: View) -> Summary:
 class Pipeline:
     """The loop over the training steps of one run.
 
-    - ``run()`` starts all processes, resumes, and trains until the steps are done or a signal is pending. If a trainer
-      dies, at any point, the run goes back to its last checkpoint.
-    - ``close()`` ends all processes, also after errors. The errors of closing become notes on the run's own error.
+    - ``run()`` starts all processes, loads the newest checkpoint if the run resumes, and trains until all steps are
+      done or a signal is pending. If a trainer rank dies, at any point, all ranks start again from the last checkpoint.
+    - ``close()`` ends all processes, also after an error. Errors during ``close()`` are added as notes to the error
+      that ended the run.
+
+    A changed input, bad data and an unusable run directory also end the run, but only after a checkpoint of the
+    finished steps. Any other HwrlError ends it at once, and the steps since the last checkpoint are lost.
     """
 
     def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
@@ -78,13 +85,14 @@ class Pipeline:
         self._rates = StepRates([], devices=fleet.device_counts)
         self._throttle = Throttle.of(config, sleeps=config.rollout.free_cache_engine)
         self._evaluation: ShardedEvaluation | None = None
+        self._evaluated: tuple[int, int] | None = None  # incarnation and version of the newest finished evaluation
         self._saved_step = self._first_step = 0
         self._started_s = 0.0
         self._has_begun = False
         self.step = 0
 
     def run(self) -> Summary:
-        """Train until the end; return the summary. See the class."""
+        """Train until all steps are done or a signal is pending; return the summary."""
         try:
             self._start()
         except TrainerDiedError as cause:
@@ -94,7 +102,7 @@ class Pipeline:
                 self._begin()
                 while self.step < self._config.train.steps and not self._interrupts.pending:
                     self._interrupts.defer_message = (
-                        "stopping; a step that is being trained is finished, and all finished steps are saved"
+                        "stopping after the step that is being trained, if any; all finished steps will be saved"
                     )
                     self._train_step()
                 return self._finish()
@@ -105,11 +113,11 @@ class Pipeline:
                 raise
 
     def close(self, *, after: BaseException | None = None) -> None:
-        """End all processes and close the files. ``after`` is the error that ended the run."""
-        acts = [lambda: self._fleet.close(failed=after is not None)]
+        """End all processes and close the files. ``after`` is the error that ended the run, None if it ended well."""
+        steps = [lambda: self._fleet.close(failed=after is not None)]
         if self._opened_report is not None:
-            acts.append(partial(self._opened_report.close, self._status(after)))
-        attempt_all(*acts, after=after)
+            steps.append(partial(self._opened_report.close, self._status(after)))
+        attempt_all(*steps, after=after)
 
     def _status(self, error: BaseException | None) -> RunStatus:
         if error is not None and not isinstance(error, KeyboardInterrupt):
@@ -127,30 +135,36 @@ class Pipeline:
         self._restore_or_reset(resume=self._config.resume)
 
     def _begin(self) -> None:
-        """Wait for the replicas, send them the weights, and log what the run consists of. Does so once."""
+        """Wait for the replicas, send them the first weights, and log the run's processes. Later calls do nothing."""
         if self._has_begun:
             return
         self._fleet.wait_for_replicas()
         self._fleet.trainers.send_weights()
         self._view.log(self._fleet.describe_placement())
-        next_step = f"step {self._first_step}" if self.step < self._config.train.steps else "no step"
+        next_step = (
+            f"the next step is {self._first_step}" if self.step < self._config.train.steps else "no step follows"
+        )
         self._view.log(
             f"{self._fleet.describe()}, ready after {time.perf_counter() - self._started_s:.1f} s; "
-            f"run directory {self._config.dir}; {next_step} follows"
+            f"run directory {self._config.dir}; {next_step}"
         )
         self._report.start_clock()
         self._rates.start_clock()
         self._has_begun = True
 
     def _restore_or_reset(self, *, resume: bool) -> None:
-        """Set trainers, ledger, report and rates to the newest checkpoint; to step 0 without one or ``resume``."""
-        found = self._fleet.trainers.restore() if resume else None
-        self.step = self._saved_step = 0 if found is None else found.step
+        """Set the trainers, the ledger, the report and the rates to the newest checkpoint if ``resume``.
+
+        Without ``resume``, or without a checkpoint, set them to step 0. A report that is open, of the time before a
+        trainer's death, is closed as "interrupted": its trackers see the rest as a resumed run.
+        """
+        restored = self._fleet.trainers.restore() if resume else None
+        self.step = self._saved_step = 0 if restored is None else restored.step
         self._first_step = self.step + 1
-        ledger = EMPTY_LEDGER if found is None else found.ledger
+        ledger = EMPTY_LEDGER if restored is None else restored.ledger
         self._fleet.ledger.load_state_dict(ledger, self._fleet.trainers.incarnation)
         if resume:
-            self._log_restored(found)
+            self._log_restored(restored)
         if self._opened_report is not None:
             self._opened_report.close("interrupted")
         self._opened_report = RunReport(
@@ -162,19 +176,22 @@ class Pipeline:
         )
         self._rates.go_back(self._report.history)
 
-    def _log_restored(self, found: RestoredRun | None) -> None:
-        if found is None:
+    def _log_restored(self, restored: RestoredRun | None) -> None:
+        if restored is None:
             setting = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
-            self._view.log(f"no checkpoint in {self._config.dir} ({setting}): beginning at step 0")
+            self._view.log(f"no checkpoint in {self._config.dir} ({setting}): starting at step 0")
             return
-        for path, reason in found.skipped:
+        for path, reason in restored.skipped:
             self._view.log(f"skipped {path}: {reason}")
-        for sentence in found.changed:
+        for sentence in restored.changed:
             self._view.log(sentence)
-        self._view.log(f"resumed after step {found.step}")
+        self._view.log(f"resumed after step {restored.step}")
 
     def _recover(self, cause: Exception) -> None:
-        """Go back to the newest checkpoint. Restart the trainers until they have sent its weights."""
+        """Restart the trainers from the newest checkpoint and send its weights. Retry if a trainer dies meanwhile.
+
+        Raises EngineError after ``train.max_restarts`` restarts.
+        """
         if self._interrupts.pending:
             raise KeyboardInterrupt from cause
         self._interrupts.defer_message = None
@@ -192,18 +209,33 @@ class Pipeline:
         assert self._opened_report is not None, "_start opens it before the first use"
         return self._opened_report
 
+    @property
+    def _version(self) -> int:
+        """The newest weight version that was due. The trainer counts in the same way: ``AsyncTrainer.version``."""
+        return self.step // self._config.async_training.trigger_parameter_sync_step
+
+    @property
+    def _has_unpublished_weights(self) -> bool:
+        """Whether steps have been trained since the newest version was sent."""
+        is_synced = self.step % self._config.async_training.trigger_parameter_sync_step == 0
+        return not is_synced and self.step >= self._first_step  # a restored trainer sends its weights at once
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _train_step(self) -> None:
-        """Do one training step; start an evaluation and save a checkpoint if they are due. Return early on a signal."""
-        version = self.step // self._config.async_training.trigger_parameter_sync_step
+        """Do one training step; then start an evaluation and save a checkpoint if they are due.
+
+        Return without a step if a signal is pending, or a replacement replica has found a changed input, before the
+        batch has arrived.
+        """
+        version = self._version
         groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
         requested_s = time.perf_counter()
         if not self._wait_for_batch(answer):
             self._fleet.ledger.abandon_take()
         info = self._fleet.ledger.value_of(answer)
-        # None: we abandoned the request. If a batch came before that, the ledger counts it as trained, so we train on
-        # it.
+        # None means that we abandoned the request. If the ledger gave a batch before that, it counts the batch as
+        # trained. So we must train on it.
         if info is None:
             return
         began_unix_s, waited_s = time.time(), time.perf_counter() - requested_s
@@ -222,7 +254,7 @@ class Pipeline:
         self._view.show(line)
 
     def _wait_for_batch(self, answer: Answer[BatchInfo | None]) -> bool:
-        """Wait for the batch, and serve the replicas meanwhile. Return False if the run must end before it comes."""
+        """Wait for the batch, and send weights to new receivers meanwhile. Return False if the run must end first."""
         with self._fleet.waiting_for("a batch of finished prompts"):
             while answer not in self._fleet.watch([answer]):
                 if self._interrupts.pending or self._fleet.replicas.input_changed:
@@ -234,10 +266,10 @@ class Pipeline:
         self._log_failed(info.untrained.failed)
         self._rates.devices = self._fleet.device_counts
         rates = {**self._rates.metrics(outcome.metrics, info), BATCH_WAIT: waited_s}
-        throttled = {} if self._throttle is None else self._throttle.metrics()
+        throttle = {} if self._throttle is None else self._throttle.metrics()
         line = self._report.add(
             self.step,
-            {**outcome.metrics, **rates, **throttled},
+            {**outcome.metrics, **rates, **throttle},
             prompts=info.sequence_numbers,
             untrained=info.untrained,
             samples=outcome.samples,
@@ -245,13 +277,13 @@ class Pipeline:
         if self._throttle is not None and self._throttle.observe(line, replicas=self._fleet.replicas.running):
             self._fleet.set_throttle(self._throttle.state)
         if self.step == self._first_step:
-            sets = [one.name for one in self._config.data.eval_sets]
+            sets = [data_set.name for data_set in self._config.data.eval_sets]
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
                 self._view.log(sentence)
         return line
 
     def _trace_step(self, outcome: StepOutcome, info: BatchInfo, *, version: int, began_unix_s: float) -> None:
-        """Send the traces of the step's prompts to the trackers, if some are traced."""
+        """Send the traces of the step's traced prompts, if it has any, to the trackers."""
         if not info.spans:
             return
         published, rest = divmod(self.step, self._config.async_training.trigger_parameter_sync_step)
@@ -271,28 +303,28 @@ class Pipeline:
         if not failed:
             return
         number, reason = next(iter(failed.items()))
-        others = f"; {len(failed) - 1} others, too" if len(failed) > 1 else ""
-        self._view.log(f"prompt {number} has failed and is skipped ({reason}){others}")
+        others = f"; {len(failed) - 1} more failed as well" if len(failed) > 1 else ""
+        self._view.log(f"prompt {number} failed and is skipped ({reason}){others}")
 
     def _finish_profile(self) -> None:
-        """Log the outcome of the profile if there is one."""
+        """Let the trainer write its profile, if it records one; log where it is, or why there is none."""
         if self._config.train.profile_steps is None:
             return
-        if (sentence := self._fleet.trainers.finish_profile()) is not None:
-            self._view.log(sentence)
+        if (message := self._fleet.trainers.finish_profile()) is not None:
+            self._view.log(message)
 
     def _save(self) -> None:
         """Save a checkpoint, and add its metrics to the line of the saved step."""
-        self._report.sync()  # no checkpoint may be newer than the lines of its steps
+        self._report.sync()  # metrics.jsonl must hold every step of a checkpoint
         metrics = self._fleet.trainers.save(self._fleet.ledger.state_dict())
         self._saved_step = self.step
         self._report.amend(metrics)
 
     def _save_before(self, error: HwrlError) -> None:
-        """Save the steps since the last checkpoint before ``error`` ends the run; add a note about it to ``error``.
+        """Save a checkpoint of the finished steps before ``error`` ends the run; note the outcome on ``error``.
 
-        This assumes idle trainers, and does not check it. The report stays as it is: it may be the reason for
-        ``error``.
+        The caller must make sure that the trainers are idle. Writes nothing to the report, because ``error`` may come
+        from it.
         """
         if self._saved_step == self.step:
             return
@@ -307,13 +339,14 @@ class Pipeline:
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _begin_evaluation(self) -> None:
+        """Start an evaluation on the running replicas. Does nothing while an earlier one still runs."""
         if self._config.data.eval is not None and self._evaluation is None:
             self._evaluation = self._fleet.replicas.evaluate()
 
     def _wait_for_evaluation(self) -> Metrics | None:
-        """Wait for a running evaluation, or for a signal; return like :meth:`_collect_evaluation`.
+        """Wait for a running evaluation or a signal; then return the result of :meth:`_collect_evaluation`.
 
-        The trainers must be idle: the replica may need weights.
+        The trainers must be idle, because a replacement of a dead replica needs weights from them.
         """
         with self._fleet.waiting_for("the evaluation"):
             while self._evaluation is not None and not self._interrupts.pending:
@@ -327,7 +360,10 @@ class Pipeline:
         return self._collect_evaluation()
 
     def _collect_evaluation(self) -> Metrics | None:
-        """Add a finished evaluation to the newest line and return that line; None if there is none. Does not block."""
+        """Add a finished evaluation to the newest line and return the line; None without one. Does not block.
+
+        The newest line may belong to a later step than the evaluated weights: ``eval/version`` has their version.
+        """
         if self._evaluation is None:
             return None
         self._evaluation.poll()
@@ -336,11 +372,12 @@ class Pipeline:
         finished, self._evaluation = self._evaluation, None
         evaluation = finished.result()
         if evaluation is None:
-            self._view.log("an evaluation was lost with its replicas")
+            self._view.log("an evaluation was lost because its replicas died")
             return None
         if evaluation.incarnation != self._fleet.trainers.incarnation:
-            self._view.log("an evaluation does not count: its weights were lost with a trainer")
+            self._view.log("an evaluation is discarded: its weights were lost when a trainer died")
             return None
+        self._evaluated = evaluation.incarnation, evaluation.version
         metrics = evaluation.metrics(pass_reward=self._config.eval.pass_reward)
         metrics = {f"eval/{name}": value for name, value in metrics.items()}
         return self._report.amend({**metrics, "eval/version": float(evaluation.version)})
@@ -348,17 +385,16 @@ class Pipeline:
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Summary:
-        """Save and evaluate for the last time, write the model, and sum up.
+        """Save the last steps, evaluate the last weights, write the model, and return the summary.
 
-        After a signal there is a checkpoint, but no further evaluation and no model; ``resume=true`` makes up for them.
+        After a signal only the checkpoint is saved. A later run with ``resume=true`` evaluates and writes the model.
         """
         self._collect_evaluation()
         if self._saved_step != self.step:
             self._save()
-        self._finish_profile()  # the run may end inside the range
+        self._finish_profile()  # the run may end before the last step of train.profile_steps
         if not self._interrupts.pending:
             self._interrupts.defer_message = "stopping without the last evaluation; all steps are saved"
-            self._wait_for_evaluation()
             self._evaluate_last_weights()
         interrupted = self._interrupts.pending
         if not interrupted:
@@ -368,9 +404,18 @@ class Pipeline:
         return summarise(self._config, self._report.history, interrupted=interrupted)
 
     def _evaluate_last_weights(self) -> None:
-        """Evaluate the last weights. If the evaluation is lost, another one begins, ``_EVALUATION_TRIES`` in all."""
+        """Evaluate the weights of the last step, unless a regular evaluation has done so.
+
+        If the evaluation is lost, another one starts, up to ``_EVALUATION_TRIES`` in all.
+        """
         if self._config.data.eval is None:
             return
+        self._wait_for_evaluation()
+        if self._last_weights_are_evaluated:
+            self._view.show(self._report.history[-1])
+            return
+        if self._has_unpublished_weights and not self._interrupts.pending:
+            self._fleet.trainers.publish_last_weights()
         for _ in range(_EVALUATION_TRIES):
             self._begin_last_evaluation()
             line = self._wait_for_evaluation()
@@ -378,11 +423,16 @@ class Pipeline:
                 self._view.show(line)
             if line is not None or self._interrupts.pending:
                 return
-            self._fleet.watch([])  # if the replica has ended, its end may be noticed a little later than the loss
+            self._fleet.watch([])  # the driver may learn of the replica's death a little after the loss
         self._view.log(f"the evaluation of the last weights failed {_EVALUATION_TRIES} times; the run ends without it")
 
+    @property
+    def _last_weights_are_evaluated(self) -> bool:
+        newest = self._fleet.trainers.incarnation, self._version
+        return self._evaluated == newest and not self._has_unpublished_weights
+
     def _begin_last_evaluation(self) -> None:
-        """Begin an evaluation as soon as a replica runs. Return early on a signal."""
+        """Start an evaluation as soon as a replica runs. Return without one on a signal."""
         with self._fleet.waiting_for("a replica for the evaluation"):
             while self._evaluation is None and not self._interrupts.pending:
                 self._begin_evaluation()
@@ -392,7 +442,7 @@ class Pipeline:
 
 
 _EVALUATION_TRIES = 3
-"""How often an evaluation of the last weights may begin."""
+"""The maximum number of attempts to evaluate the last weights."""
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -45,7 +45,7 @@ def test_with_a_message_the_first_signal_logs_it_and_the_second_raises() -> None
         time.sleep(0.1)  # the time itself, not a wait for something
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert logged == ["soon; once more to stop at once"]
+    assert logged == ["soon; send the signal again to stop at once"]
 
 
 def test_the_message_is_logged_while_the_program_writes_to_the_same_stream() -> None:
@@ -57,7 +57,7 @@ def test_the_message_is_logged_while_the_program_writes_to_the_same_stream() -> 
             stream.write(f"{text}\n".encode())
             stream.flush()
 
-        with Interrupts(log, message="soon"):
+        with Interrupts(log, defer_message="soon"):
             log("before")
         assert reader.readline() == b"before\n" and reader.readline().startswith(b"soon")
 
@@ -76,11 +76,11 @@ def test_a_hangup_ends_a_run_too_unless_it_is_ignored() -> None:
 
 
 def test_a_pending_signal_raises_when_the_signals_are_taken_again(capsys: pytest.CaptureFixture[str]) -> None:
-    with Interrupts(message="soon") as interrupts:
+    with Interrupts(defer_message="soon") as interrupts:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             interrupts.install_handlers()
-    assert capsys.readouterr().out == "soon; once more to stop at once\n"
+    assert capsys.readouterr().out == "soon; send the signal again to stop at once\n"
 
 
 def test_signals_can_be_taken_back_from_another_library() -> None:
@@ -94,7 +94,7 @@ def test_signals_can_be_taken_back_from_another_library() -> None:
 def test_a_child_that_is_not_yet_another_program_ignores_a_signal_to_the_group() -> None:
     """subprocess with a preexec_fn runs Python between fork and exec. Ray starts its processes so."""
     logged: list[str] = []
-    with Interrupts(logged.append, message="stopping") as interrupts:
+    with Interrupts(logged.append, defer_message="stopping") as interrupts:
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)  # lets the handler run

@@ -78,7 +78,7 @@ class SkippingFleet(StandInFleet):
 
 def test_skipped_prompts_are_logged_and_recorded(tmp_path: Path) -> None:
     told = train(tmp_path, SkippingFleet(tmp_path, DurableFS()), Interrupts())
-    assert told.count("is skipped") == 1 and "prompt 3 has failed and is skipped (no judge); 1 others, too" in told
+    assert told.count("is skipped") == 1 and "prompt 3 failed and is skipped (no judge); 1 more failed as well" in told
     first, second = (json.loads(line) for line in (tmp_path / PROMPTS).read_text().splitlines())
     assert first["failed"] == {"3": "no judge", "5": "no unit"} and "failed" not in second
 
@@ -100,10 +100,11 @@ class StandInEvaluation:
 
 
 class EvaluatingFleet(StandInFleet):
-    """Evaluates. ``events`` has the evaluations, the waits for them, the saves and the export."""
+    """Evaluates weights of ``version``. ``events`` has the evaluations and waits, the saves, transfers and export."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, version: int = 1) -> None:
         super().__init__(home, DurableFS())
+        self.version = version
         self.events: list[str] = []
         self._evaluation = StandInEvaluation()
 
@@ -121,20 +122,26 @@ class EvaluatingFleet(StandInFleet):
         return answers
 
     def answer(self, evaluation: StandInEvaluation) -> None:
-        evaluation.whole = Evaluation(1, 0, [EvaluatedPrompt("", [{"reward": 0.5}])])
+        evaluation.whole = Evaluation(self.version, 0, [EvaluatedPrompt("", [{"reward": 0.5}])])
         evaluation.is_over = True
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         self.events.append("save")
         return super().save(ledger)
 
+    def publish_last_weights(self) -> None:
+        self.events.append("publish")
+
     def export_model(self) -> None:
         self.events.append("export")
 
 
-def train_with_evaluations(home: Path, fleet: EvaluatingFleet, interrupts: Interrupts, *, every_steps: int) -> str:
+def train_with_evaluations(
+    home: Path, fleet: EvaluatingFleet, interrupts: Interrupts, *, every_steps: int, sync_every: int = 1
+) -> str:
     """Run two steps without a save between them. An evaluation begins after ``every_steps``, and one at the end."""
     settings = {"data": {"train": home, "eval": home}, "eval": {"every_steps": every_steps}}
+    settings |= {"async_training": {"trigger_parameter_sync_step": sync_every}}
     return train(home, fleet, interrupts, checkpoint={"save_every_steps": 0}, **settings)
 
 
@@ -143,6 +150,20 @@ def test_the_last_checkpoint_is_saved_before_the_evaluations_that_a_run_waits_fo
     train_with_evaluations(tmp_path, fleet, Interrupts(), every_steps=2)
     assert fleet.events == ["evaluate", "save", "wait", "evaluate", "wait", "export"]
     assert read_metrics(tmp_path)[-1]["eval/reward"] == 0.5
+
+
+def test_the_last_weights_are_evaluated_once(tmp_path: Path) -> None:
+    fleet = EvaluatingFleet(tmp_path, version=2)
+    shown = train_with_evaluations(tmp_path, fleet, Interrupts(), every_steps=2)
+    assert fleet.events == ["evaluate", "save", "wait", "export"], "the regular evaluation was of the last version"
+    last = read_metrics(tmp_path)[-1]
+    assert (last["step"], last["eval/version"]) == (2, 2) and "eval 0.500" in shown
+
+
+def test_weights_without_a_version_are_sent_before_the_last_evaluation(tmp_path: Path) -> None:
+    fleet = EvaluatingFleet(tmp_path, version=0)
+    train_with_evaluations(tmp_path, fleet, Interrupts(), every_steps=2, sync_every=3)
+    assert fleet.events == ["evaluate", "save", "wait", "publish", "evaluate", "wait", "export"]
 
 
 class SignalInAnEvaluation(EvaluatingFleet):

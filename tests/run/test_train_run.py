@@ -147,7 +147,7 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     run = start("checkpoint.save_every_steps=10")
     run.wait_for_step(3)
     assert run.kill("ray::TrainActor") == 1
-    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): beginning at step 0")
+    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): starting at step 0")
     assert "last checkpoint" not in run.output()
     run.wait_for_step(7)
     assert run.kill("ray::RolloutActor") == 1
@@ -297,7 +297,7 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
     run.wait_for_step(3)
     (demo / "config.yaml").unlink()  # the run has read it
     assert run.kill("ray::TrainActor") == 1
-    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): beginning at step 0")
+    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): starting at step 0")
     assert "last checkpoint" not in run.output()
     run.signal("ray::RolloutActor", signal.SIGTERM)
     run.wait_for_output("rollout replica-0 ended (The actor died")

@@ -108,6 +108,10 @@ class Trainers:
         """Send the current weights to the replicas."""
         self._call("the trainer to send weights", [rank.send_weights() for rank in self._ranks])
 
+    def publish_last_weights(self) -> None:
+        """Send the current weights as a further version. For the end of a run whose last step published none."""
+        self._call("the trainer to send weights", [rank.publish_last_weights() for rank in self._ranks])
+
     def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent."""
         return self._gather([self._ranks[0].new_receivers()])[0]

@@ -413,6 +413,11 @@ class TrainActor:
         with get_backend().allocating("the transfer of weights"):
             self._rank.send_weights()
 
+    def publish_last_weights(self) -> None:
+        """Send the current weights as a further version, after the last step."""
+        with get_backend().allocating("the transfer of weights"):
+            self._rank.publish_last_weights()
+
     def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent."""
         return self._rank.new_receivers()

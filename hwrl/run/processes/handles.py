@@ -80,6 +80,10 @@ class TrainerHandle(ActorHandle):
         """Send the current weights to the replicas."""
         return _send(self._actor.send_weights)
 
+    def publish_last_weights(self) -> Answer[None]:
+        """Send the current weights as a further version, after the last step."""
+        return _send(self._actor.publish_last_weights)
+
     def new_receivers(self) -> Answer[tuple[str, ...]]:
         """Return the replicas that connected after the newest weights were sent."""
         return _send(self._actor.new_receivers)

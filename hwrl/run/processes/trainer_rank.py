@@ -70,6 +70,7 @@ class TrainerRank:
         self._trainer = build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
+        self._further_versions = 0  # after the trainer's own
         self._profile = _profile_of(config) if rank == 0 else None
         samples = rank == 0 and config.report.samples_per_step > 0
         self._tokenizer = load_tokenizer(config.model.path) if samples else None
@@ -117,12 +118,24 @@ class TrainerRank:
             if name in sent:
                 self._sent_between_steps[name] = self._sent_between_steps.get(name, 0.0) + sent[name]
 
+    def publish_last_weights(self) -> None:
+        """Send the current weights as a version above the trainer's count; later calls send them as this version too.
+
+        Call it after the last step, if that step published no version. No step may follow: a later step would use the
+        same version number for other weights.
+        """
+        self._further_versions = 1
+        self._send()
+
     def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent; always none on ranks above 0."""
         return () if self._sender is None else self._sender.new_receivers()
 
     def _send(self) -> Metrics:
-        """Gather the weights on all ranks, and send them as the trainer's version; return metrics on rank 0."""
+        """Gather the weights on all ranks, and send them as the newest version.
+
+        Returns the metrics of the transfer on rank 0, and none on the other ranks.
+        """
         with (
             get_backend().range("hwrl.sync"),
             self._trainer.sending(),
@@ -131,7 +144,8 @@ class TrainerRank:
             if self._sender is None:
                 weights.follow(self._co_senders)
                 return {}
-            report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
+            version = self._trainer.version + self._further_versions
+            report = self._sender.send(version, model=weights.model, adapter=weights.adapter)
         return _sync_metrics(report)
 
     def _profiled(self) -> AbstractContextManager[None]:

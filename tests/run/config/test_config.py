@@ -181,7 +181,7 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.path=/nowhere", "no model in /nowhere(.|\n)*no directory"),
+        ("model.path=/nowhere", "no model in /nowhere(.|\n)*not a directory"),
         ("model.path={tmp_path}", "no model in(.|\n)*config.json"),
         ("data.train=/none.jsonl", "no file /none.jsonl(.|\n)*data.train names it"),
         ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
@@ -209,7 +209,7 @@ INDEX = "model.safetensors.index.json"
         ({"model.safetensors": b"x" * 99}, r"model\.safetensors: .*header"),
         ({"a.safetensors": None}, r"a\.safetensors: .*not fully covered"),
         ({INDEX: b'{"weight_map": {"w": "b.safetensors"}}'}, rf"b\.safetensors: {INDEX} names it"),
-        ({INDEX: b"[]"}, f"{INDEX}: it is no index"),
+        ({INDEX: b"[]"}, f"{INDEX}: it is not an index"),
     ],
 )
 def test_a_model_with_damaged_files_is_refused_before_anything_starts(
@@ -423,8 +423,8 @@ def test_the_page_says_what_a_resume_may_not_change() -> None:
     [
         ([], None),
         (["rollout.top_p=0.8"], None),
-        (["rollout.top_p=0.7"], r"^rollout\.top_p=0\.7: .* down to 0\.7, .*loss=ppo_clip clips it below 0\.8"),
-        (["rollout.top_k=50"], r"^rollout\.top_k=50: .* down to 0, .*loss=ppo_clip clips it below 0\.8"),
+        (["rollout.top_p=0.7"], r"^rollout\.top_p=0\.7: .* down to 0\.7; loss=ppo_clip clips it below 0\.8"),
+        (["rollout.top_k=50"], r"^rollout\.top_k=50: .* down to 0; loss=ppo_clip clips it below 0\.8"),
         (["rollout.min_p=0.1", "algorithm.loss=tis"], None),
         (
             ["rollout.min_p=0.1", "algorithm.loss=tis", "algorithm.rollout_is=sequence"],
