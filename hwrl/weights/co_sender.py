@@ -1,4 +1,4 @@
-"""Several senders: a :class:`CoSender` on each further rank, and their :class:`Reports` to the first one."""
+"""Several senders: the :class:`CoSender` of each rank above 0, and rank 0's view of them, :class:`Reports`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _report_key(share: int) -> str:
     return f"{ShareKey.REPORT}/{share}"
 
 
-# -- the first rank -------------------------------------------------------------------------------------------------
+# -- rank 0 ---------------------------------------------------------------------------------------------------------
 
 
 class Reports:
-    """What the co-senders write to the first rank in each round. ``ranks`` are those of all senders."""
+    """Rank 0's reader of the co-senders' reports, one each in each round. ``ranks`` are the ranks of all senders."""
 
     def __init__(self, ranks: Sequence[int], limits: Limits) -> None:
         self._co_senders = tuple(enumerate(ranks))[1:]
@@ -45,8 +45,8 @@ class Reports:
     def wait_until_sent(self, sending: SenderRound) -> None:
         """Wait until every co-sender has sent its share.
 
-        Raises CommError if one lost it. Raises TransferFailedError with the rank of a co-sender that failed, or that
-        is silent: for ``timeout_s``, or for a shorter time after a receiver has given up.
+        Raises CommError if a co-sender's transfer broke. Raises TransferFailedError, with the rank, if a co-sender
+        failed or is silent for ``timeout_s``. After the first vote of a receiver the limit is shorter.
         """
         deadline = time.monotonic() + self._limits.timeout_s
         hurry = False
@@ -58,10 +58,10 @@ class Reports:
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
             found = _read(report, rank)
             if found.kind is ShareKind.LOST:
-                raise CommError(f"rank {rank} of the senders lost its share", why=found.why, fix="look at its log")
+                raise CommError(f"the transfer of sending rank {rank} broke", why=found.why, fix="look at its log")
 
     def stop(self, sending: SenderRound) -> None:
-        """End the co-senders' part of a lost round. Raises TransferFailedError if one is to blame, or is silent."""
+        """Tell the co-senders that the round is lost. Raises TransferFailedError if one failed or is silent."""
         if not self._co_senders:
             return
         sending.tell_co_senders(ShareKey.STOP)
@@ -71,7 +71,7 @@ class Reports:
             _read(sending.wait_for_co_sender(_report_key(share), timeout_s=left_s), rank)
 
     def forget(self, sending: SenderRound) -> None:
-        """Delete the round's notes."""
+        """Delete the round's reports."""
         for share, _ in self._co_senders:
             sending.forget_co_sender_note(_report_key(share))
         if self._co_senders:
@@ -79,32 +79,33 @@ class Reports:
 
 
 def _read(report: bytes | None, rank: int) -> ShareReport:
-    """Read a co-sender's report; raises TransferFailedError if it failed, or if the report is malformed or missing."""
+    """Read a co-sender's report. Raises TransferFailedError if it says so, is malformed, or is missing."""
     if report is None:
         raise TransferFailedError(
             f"rank {rank} of the senders does not answer",
-            why="it did not report about its share of the version: it died or hangs",
-            fix="look at its log; receivers continue with the version that they have",
+            why="it did not report about its share of the version, so it is dead or hangs",
+            fix="look at that rank's log, then publish again",
         )
     found = ShareReport.read(report)
     if found.kind is ShareKind.FAILED:
         raise TransferFailedError(
             f"rank {rank} of the senders could not send its share",
             why=found.why,
-            fix="look at its log; receivers continue with the version that they have",
+            fix="look at that rank's log, then publish again",
         )
     return found
 
 
-# -- the other ranks ------------------------------------------------------------------------------------------------
+# -- the ranks above 0 ----------------------------------------------------------------------------------------------
 
 
 class CoSender:
-    """The part of a rank above 0 in the link ``name`` with several senders: it sends its share of each version.
+    """The end of a rank above 0 on the link ``name`` with several senders. It sends its share of each version.
 
-    The :class:`~hwrl.weights.WeightSender` on rank 0 coordinates: give this object to
-    :meth:`~hwrl.weights.SharedReads.follow`. ``slabs`` slabs are under way at once. A rank without a share gives its
-    shards to the senders. A context manager.
+    The :class:`~hwrl.weights.WeightSender` on rank 0 coordinates. Pass this object to
+    :meth:`~hwrl.weights.SharedReads.follow`, which calls it in each round. At most ``slabs`` slabs are under way at
+    once. A rank that sends no share of the slabs only gives its shards to the ranks that do. ``transports`` must have
+    the sender's transport. A context manager.
     """
 
     def __init__(
@@ -130,14 +131,17 @@ class CoSender:
         self.close()
 
     def take_part(self, number: int, reading: FollowerRead) -> None:
-        """Send this rank's share of proposal ``number``, and read to the end. Reports to rank 0 how it ended.
+        """Send this rank's share of proposal ``number`` and read the weights to their end; report the result to rank 0.
 
-        A lost transfer raises nothing: rank 0 decides what follows. Any other error is raised, after the report.
+        A broken transfer raises nothing here, because rank 0 decides what follows. Any other error is raised after the
+        report.
         """
         proposal = self._channel.proposal(number)
         if proposal is None:
             raise TransferFailedError(
-                f"proposal {number} is unknown", why="rank 0 has forgotten it", fix="use one store on all ranks"
+                f"proposal {number} is unknown",
+                why="rank 0 has forgotten it, or uses another store",
+                fix="use one store on all ranks",
             )
         layout, shares = self._agree(proposal, ranks=reading.ranks)
         source = WeightSource.of_known_layout(lambda: reading.tensors(shares.gatherers))
@@ -154,21 +158,21 @@ class CoSender:
             reader.close()
 
     def release(self) -> None:
-        """Close the connections and free the device memory; the next round opens both."""
+        """Close the connections and free the device memory; the next round opens them again."""
         if self._end is not None:
             self._end.abort()
             self._end.release()
             self._backend.empty_cache()
 
     def close(self) -> None:
-        """Close the connections, and free everything."""
+        """Close the connections and free all memory."""
         if self._end is not None:
             self._end.abort()
             self._end.close()
         self._end = self._agreed = None
 
     def _agree(self, proposal: Proposal, *, ranks: int) -> tuple[WeightLayout, Shares]:
-        """Return the proposal's layout and shares; they are read once."""
+        """Return the proposal's layout and shares, which are kept while the layout stays the same."""
         if self._agreed is None or self._agreed[0].hash != proposal.layout_hash:
             self.close()
             layout = self._channel.layout(proposal)
@@ -214,7 +218,7 @@ class CoSender:
 
 
 class _Report:
-    """A co-sender's report about one round. Only the first one is written; rank 0 waits for no other."""
+    """A co-sender's report about one round. Only the first call of :meth:`write` writes it: rank 0 reads one."""
 
     def __init__(self, channel: ControlChannel, proposal: Proposal, key: str) -> None:
         self._channel, self._proposal, self._key = channel, proposal, key
@@ -222,7 +226,7 @@ class _Report:
         self._written = False
 
     def write(self, kind: ShareKind, why: str = "") -> None:
-        """Write the report, unless there is one. If the store is lost, rank 0 misses the report."""
+        """Write the report unless it was written before. If the store is lost, rank 0 misses the report."""
         with self._lock:
             if not self._written:
                 self._written = True
@@ -237,7 +241,10 @@ class _Report:
 
 @contextlib.contextmanager
 def stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
-    """End the operations of ``end`` when rank 0 ends the round: a receiver may hang in this rank's groups only."""
+    """End the operations of ``end`` when rank 0 ends the round.
+
+    A receiver may hang in the groups of this rank only, and rank 0 cannot abort those.
+    """
     done = threading.Event()
 
     def watch() -> None:
@@ -245,7 +252,7 @@ def stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
             while not done.wait(_LOOK_S):
                 if report.is_stopped():
                     report.write(ShareKind.LOST, "rank 0 ended the round")
-                    end.abort()  # again and again: it may be about to connect
+                    end.abort()  # repeatedly, because it may be about to connect
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

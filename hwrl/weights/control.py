@@ -1,4 +1,8 @@
-"""The control channel of a weight link: small typed messages in a store. Each key has one writer; no pickles."""
+"""The control channel of a weight link: small typed JSON messages under the keys of a store.
+
+Each message of a round has one writer. The counters, the newest proposal's number and the join requests have several,
+and change by one atomic operation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _Fields = TypeVar("_Fields")
 
 
 class Note(StrEnum):
-    """The kinds of notes in the store; the key is the kind, then the proposal's or the receiver's number."""
+    """The kinds of messages. A key is the kind, then the number of a proposal or a member, or a layout's hash."""
 
     LAYOUT = "layout"
     PROPOSAL = "proposal"
@@ -36,37 +40,37 @@ class Note(StrEnum):
 
 
 class Start(StrEnum):
-    """The sender's answer to the receivers' READY, when it stops waiting for more of them."""
+    """The sender's answer to READY, when all receivers have written it or the sender stops waiting."""
 
     GO = "go"
-    """All receivers are ready: the transfer begins."""
+    """All receivers are ready, and the transfer begins."""
     WITHDRAWN = "withdrawn"
-    """Some are missing: another proposal follows."""
+    """Some are not ready. Another proposal follows, without them."""
 
 
 class VoteKind(StrEnum):
-    """How a receiver got a version."""
+    """A receiver's view of a transfer."""
 
     WHOLE = "whole"
     CORRUPT = "corrupt"
     """Other bytes arrived than were sent."""
     TORN = "torn"
-    """The transfer broke."""
+    """The transfer broke before all bytes arrived."""
 
 
 class DecisionKind(StrEnum):
-    """How a proposal ends."""
+    """The outcome of a proposal. The sender may replace AGAIN by GIVEN_UP later; the others are final."""
 
     COMMITTED = "committed"
     AGAIN = "again"
-    """Aborted; the sender proposes the same version once more, or gives up."""
+    """Aborted. Another proposal of the same version follows, or the sender gives up."""
     GIVEN_UP = "given up"
-    """Aborted; no proposal of this version follows."""
+    """Aborted. No other proposal of this version follows."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """A receiver's vote; ``detail`` says more to people."""
+    """A receiver's vote; ``detail`` is a human-readable reason."""
 
     kind: VoteKind
     detail: str = ""
@@ -82,7 +86,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """The sender's decision about a proposal; ``detail`` says why."""
+    """The sender's decision about a proposal; ``detail`` is a human-readable reason."""
 
     kind: DecisionKind
     detail: str = ""
@@ -95,7 +99,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Abandonment:
-    """A ``version`` that sender ``epoch`` gave up before it was proposed to receivers ``to``.
+    """A ``version`` given up by sender ``epoch`` before it was proposed to receivers ``to``.
 
     ``number`` grows with each abandonment on the link.
     """
@@ -117,38 +121,38 @@ class Abandonment:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the two ends of a link wait for each other, in seconds; most follow from the sender's ``timeout_s``.
+    """How long the two ends of a link wait for each other, in seconds; most limits follow from ``timeout_s``.
 
-    A healthy receiver must not give up while the sender still waits for a hung one.
+    A healthy receiver must not give up while the sender still waits for one that hangs.
     """
 
     timeout_s: float
     slack_s: float = 10.0
-    """For the sender's own work between two waits, on a busy machine."""
+    """Time for the sender's own work between two waits, on a busy machine."""
     patience_s: float = 1.0
-    """The longest wait for a new receiver while others wait for the version, too. It gets a later one."""
+    """The longest wait for new receivers, while other receivers are waiting for the version."""
 
     @property
     def votes_s(self) -> float:
-        """The part of ``timeout_s`` kept for votes after the transfer broke.
+        """The part of ``timeout_s`` kept for the votes after a transfer broke.
 
-        A live receiver reports a lost transfer within milliseconds; the rest is for a busy machine.
+        A live receiver reports a broken transfer within milliseconds; the rest is for a busy machine.
         """
         return min(5.0, self.timeout_s / 3)
 
     @property
     def wire_s(self) -> float:
-        """How long both ends wait for the transfer itself, so that votes arrive within ``timeout_s``."""
+        """How long both ends wait for the transfer itself, so that votes still arrive within ``timeout_s``."""
         return self.timeout_s - self.votes_s
 
     @property
     def start_s(self) -> float:
-        """How long a receiver waits for the sender's answer: the sender waits ``timeout_s`` for other receivers."""
+        """How long a receiver waits for START: the sender waits ``timeout_s`` for the other receivers."""
         return self.timeout_s + self.slack_s
 
     @property
     def decision_s(self) -> float:
-        """How long a receiver waits during and after the transfer: the sender waits for the wire and for votes."""
+        """How long a receiver waits for the decision: the sender waits for the transfer, then for the votes."""
         return 2 * self.timeout_s + self.slack_s
 
 
@@ -156,20 +160,20 @@ class Limits:
 class TransportPayload:
     """The part of a proposal that only its transport reads.
 
-    A transport has a frozen dataclass of its own; fields are int, float, str or tuple[int, ...].
+    Each transport has its own frozen dataclass, whose fields are int, float, str or tuple[int, ...].
     """
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A version that the sender offers; it begins the first phase of the commit.
+    """A version on offer to the receivers. It begins the first phase of the commit.
 
-    ``number`` grows with every proposal of every sender of the link. ``layout`` is the layout's hash. ``to`` are the
-    join numbers of the receivers, in rank order from 1; empty if the transport keeps versions. ``timeout_s`` is the
-    sender's: receivers derive their own limits from it. ``last_stored_number`` is the number of the
-    last proposal whose version was stored whole, 0 if there is none or if the transport keeps no versions. ``senders``
-    share the slabs (:class:`~hwrl.weights.shares.Shares`). ``chapters`` is 1 if tensors of further layouts follow: the
-    sender learns of them while it reads (:class:`~hwrl.weights.chapters.Chapters`).
+    ``number`` grows with every proposal of every sender of the link. ``to`` has the join numbers of the receivers, in
+    rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and receivers derive
+    their own limits from it. ``last_stored_number`` is the number of the last proposal whose version was stored
+    completely; 0 if there is none, or if the transport keeps no versions. ``senders`` ranks share the slabs
+    (:class:`~hwrl.weights.shares.Shares`). ``chapters`` is 1 if chapters with other layouts may follow, because the
+    sender reads an iterator (:class:`~hwrl.weights.chapters.Chapters`), else 0.
     """
 
     number: int
@@ -187,7 +191,7 @@ class Proposal:
 
     @classmethod
     def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:
-        """Read a proposal. Raises TransferFailedError if it is malformed or ``payloads`` lacks its transport."""
+        """Read a proposal. Raises TransferFailedError if it is malformed or its transport is not in ``payloads``."""
         try:
             found = json.loads(text)
             if isinstance(found["transport"], str) and found["transport"] not in payloads:
@@ -202,28 +206,25 @@ class Proposal:
 
 
 class ControlChannel:
-    """The messages of the link ``name`` in ``store``.
-
-    ``payloads`` maps each transport's name to its payload.
-    """
+    """The messages of the link ``name`` in ``store``. ``payloads`` maps each known transport to its payload class."""
 
     def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[TransportPayload]]) -> None:
-        # A connection of its own: a client that waits blocks other threads, and making a group waits.
+        # Its own connection: a client that waits blocks other threads, and making a process group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
         self.name = name
         self._keys = StoreKeys(self.store)
         self._payloads = payloads
         self.shown: Proposal | None = None
-        """The last proposal that this end has shown."""
+        """The last proposal that this end has made visible to receivers."""
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
-        """Register a new sender and return its number; this deposes all earlier senders."""
+        """Register a new sender and return its number, the epoch. This deposes all earlier senders."""
         return self._keys.add("epochs", 1)
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise TransferFailedError if sender number ``epoch`` is deposed."""
+        """Raise TransferFailedError if the sender of ``epoch`` is deposed."""
         newest = self.epoch()
         if newest != epoch:
             raise TransferFailedError(
@@ -237,11 +238,11 @@ class ControlChannel:
         self._keys.set(_key(Note.LAYOUT, layout.hash), layout.to_json())
 
     def reserve_number(self) -> int:
-        """Return a new proposal's number; no other sender gets it, not even a deposed one that is still at work."""
+        """Return the number of a new proposal. No other sender gets it, not even a deposed one still running."""
         return self._keys.add("proposal numbers", 1)
 
     def propose(self, proposal: Proposal) -> None:
-        """Show ``proposal`` to the receivers; they see all of it or nothing."""
+        """Make ``proposal`` visible to the receivers; they see all of it or nothing."""
         self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
         self._keys.raise_to("newest proposal", proposal.number)
         self.shown = proposal
@@ -251,11 +252,11 @@ class ControlChannel:
         self._keys.set(_key(Note.START, proposal.number), start)
 
     def decide(self, proposal: Proposal, decision: Decision) -> None:
-        """Tell the receivers how the proposal ended."""
+        """Tell the receivers how the proposal ended. Written once, except that :meth:`give_up` replaces AGAIN."""
         self._keys.set(_key(Note.DECISION, proposal.number), write_message(decision.kind, decision.detail))
 
     def give_up(self, proposal: Proposal, why: str) -> None:
-        """Tell the receivers that no proposal follows; does nothing if ``proposal`` was committed or never shown."""
+        """Tell the receivers that no proposal follows. Does nothing if ``proposal`` was committed or never visible."""
         if self.newest() < proposal.number:
             return
         decision = self.decision(proposal)
@@ -263,17 +264,17 @@ class ControlChannel:
             self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
 
     def abandon(self, epoch: int, version: int, why: str, *, to: Sequence[int]) -> None:
-        """Tell receivers ``to`` that sender number ``epoch`` gave ``version`` up before it was proposed to them."""
+        """Tell receivers ``to`` that the sender of ``epoch`` gave up ``version`` before it was proposed to them."""
         found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why, tuple(to))
         self._keys.set(Note.ABANDONED, json.dumps(asdict(found)))
 
     def exclude(self, member: int, why: str) -> None:
-        """Exclude a receiver; it reads ``why``."""
+        """Exclude a receiver, which gets the reason ``why``."""
         self._keys.set(_key(Note.EXCLUDED, member), why)
         self._keys.delete(_key(Note.JOIN, member))
 
     def forget(self, proposal: Proposal) -> None:
-        """Delete the messages about a proposal that no receiver waits for."""
+        """Delete the messages about a proposal. No receiver may still be waiting for one."""
         keys = [_key(note, proposal.number) for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
         keys += [_key(note, proposal.number, member) for note in (Note.READY, Note.VOTE) for member in proposal.to]
         for key in keys:
@@ -286,12 +287,12 @@ class ControlChannel:
         return self._keys.add("joins", 0), self._keys.add("numbers", 0)
 
     def replica(self, member: int) -> str | None:
-        """Return the replica's name of receiver ``member``; None if it has left or its request is not complete."""
+        """Return the replica name of receiver ``member``; None if it has left, or its join request is incomplete."""
         found = self._keys.get(_key(Note.JOIN, member))
         return None if found is None else found.decode(errors="replace")
 
     def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
-        """Wait until all ``members`` have written ``note``; return those that have not after ``timeout_s``."""
+        """Wait until all ``members`` have written ``note``; return those still missing after ``timeout_s``."""
         return self._wait({_key(note, proposal.number, member): member for member in members}, timeout_s)
 
     def vote(self, proposal: Proposal, member: int) -> Vote | None:
@@ -302,9 +303,9 @@ class ControlChannel:
     # -- the receivers write ------------------------------------------------------------------------------------
 
     def join(self, *replicas: str) -> tuple[int, ...]:
-        """Request that receivers called ``replicas`` be sent versions; return their join numbers.
+        """Request versions for receivers called ``replicas``; return their join numbers.
 
-        The sender mostly sees all of them at once: it looks at the requests when they are complete.
+        The requests become complete together, so the sender usually sees all of them at once.
         """
         last = self._keys.add("numbers", len(replicas))
         numbers = tuple(range(last - len(replicas) + 1, last + 1))
@@ -314,7 +315,7 @@ class ControlChannel:
         return numbers
 
     def leave(self, member: int) -> None:
-        """Withdraw the join request; its number is not used again."""
+        """Withdraw the join request. Its number is not used again."""
         for note in (Note.JOIN, Note.EXCLUDED):
             self._keys.delete(_key(note, member))
 
@@ -337,21 +338,21 @@ class ControlChannel:
         return self._keys.add("epochs", 0)
 
     def proposal(self, number: int) -> Proposal | None:
-        """Return proposal ``number``, or None if it was forgotten."""
+        """Return proposal ``number``, or None if its messages were deleted."""
         text = self._keys.get(_key(Note.PROPOSAL, number))
         return None if text is None else Proposal.read(text, self._payloads)
 
     def wait_for_proposal(self, number: int, *, timeout_s: float) -> None:
-        """Block until proposal ``number`` is there or ``timeout_s`` passed."""
+        """Block until proposal ``number`` exists or ``timeout_s`` has passed."""
         await_keys(self.store, [_key(Note.PROPOSAL, number)], timeout_s=timeout_s)
 
     def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
-        """Block until the sender has answered; None after ``timeout_s``."""
+        """Block until the sender has answered READY; return None after ``timeout_s``."""
         text = self._wait_and_get(_key(Note.START, proposal.number), timeout_s)
         return None if text is None else _read_kind("the start", text, Start)
 
     def wait_for_decision(self, proposal: Proposal, *, timeout_s: float) -> Decision | None:
-        """Block until the sender has decided; None after ``timeout_s``."""
+        """Block until the sender has decided; return None after ``timeout_s``."""
         text = self._wait_and_get(_key(Note.DECISION, proposal.number), timeout_s)
         return None if text is None else Decision.read(text)
 
@@ -361,7 +362,7 @@ class ControlChannel:
         return None if text is None else Decision.read(text)
 
     def abandonment(self) -> Abandonment:
-        """Return the last version that was given up before it was proposed; its number is 0 if there is none."""
+        """Return the newest abandonment; its number is 0 if there is none."""
         text = self._keys.get(Note.ABANDONED)
         return Abandonment() if text is None else Abandonment.read(text)
 
@@ -372,11 +373,11 @@ class ControlChannel:
             raise ReceiverExcludedError(
                 f"receiver {replica!r} was excluded from {self.name!r}",
                 why=why.decode(errors="replace"),
-                fix="call join() to be sent the next version",
+                fix="call join() to get the next version",
             )
 
     def layout(self, proposal: Proposal) -> WeightLayout:
-        """Return the proposal's layout; raises LayoutMismatchError if it is malformed or has another hash."""
+        """Return the proposal's layout. Raises LayoutMismatchError if it is malformed or has another hash."""
         layout = WeightLayout.from_json(self._keys.get(_key(Note.LAYOUT, proposal.layout_hash)) or b"")
         if layout.hash != proposal.layout_hash:
             raise LayoutMismatchError(
@@ -384,24 +385,24 @@ class ControlChannel:
             )
         return layout
 
-    # -- a transport's own notes, under keys of its choice: the sender's, or one for each member -----------------
+    # -- further notes of a round: keys of hwrl (notes.py) begin with a letter, keys of a transport with a digit --
 
     def put_transport_note(self, proposal: Proposal, key: str, text: str, *, member: int | None = None) -> None:
-        """Write a transport's note."""
+        """Write a note."""
         self._keys.set(_transport_key(proposal, key, member), text)
 
     def wait_for_transport_note(self, proposal: Proposal, key: str, *, timeout_s: float) -> bytes | None:
-        """Block until the sender's note is there; None after ``timeout_s``."""
+        """Block until the sender's note exists, and return it; None after ``timeout_s``."""
         return self._wait_and_get(_transport_key(proposal, key, None), timeout_s)
 
     def missing_transport_note(
         self, proposal: Proposal, key: str, members: Collection[int], *, timeout_s: float
     ) -> list[int]:
-        """Wait until all ``members`` have written their note; return those that have not after ``timeout_s``."""
+        """Wait until all ``members`` have written their note; return those still missing after ``timeout_s``."""
         return self._wait({_transport_key(proposal, key, member): member for member in members}, timeout_s)
 
     def forget_transport_note(self, proposal: Proposal, key: str, *, member: int | None = None) -> None:
-        """Delete a transport's note."""
+        """Delete a note."""
         self._keys.delete(_transport_key(proposal, key, member))
 
     def _wait(self, members: Mapping[str, int], timeout_s: float) -> list[int]:
@@ -413,11 +414,13 @@ class ControlChannel:
 
 
 def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
-    """Return a copy of ``metadata``; raises TransferFailedError unless it maps text to text and numbers."""
+    """Return a copy of ``metadata``; raises TransferFailedError if it has more than strings and numbers."""
     found = dict(metadata or {})
     if not _is_metadata(found):
         raise TransferFailedError(
-            "metadata cannot be sent", why=f"{found!r} holds more than text and numbers", fix="send text and numbers"
+            "metadata cannot be sent",
+            why=f"{found!r} has more than strings and numbers",
+            fix="send strings and numbers",
         )
     return found
 
@@ -431,12 +434,12 @@ def _transport_key(proposal: Proposal, key: str, member: int | None) -> str:
 
 
 def write_message(kind: StrEnum, detail: str) -> str:
-    """Return a message as text, for :func:`read_message`."""
+    """Return a message as text that :func:`read_message` reads."""
     return json.dumps([kind, detail])
 
 
 def read_message(name: str, text: bytes, kinds: type[_KindT]) -> tuple[_KindT, str]:
-    """Return kind and detail of a message; raises TransferFailedError, with the ``name``, if it is malformed."""
+    """Return the kind and detail of a message. Raises TransferFailedError, with ``name``, if it is malformed."""
     try:
         kind, detail = json.loads(text)
         return kinds(kind), str(detail)
@@ -452,7 +455,7 @@ def _read_kind(name: str, text: bytes, kinds: type[_KindT]) -> _KindT:
 
 
 def _read_fields(fields: type[_Fields], found: Any, **ready: Any) -> _Fields:
-    """Return dataclass ``fields`` made of JSON object ``found``, except the fields in ``ready``.
+    """Make the dataclass ``fields`` from the JSON object ``found``, taking the fields in ``ready`` from there.
 
     Raises TypeError or ValueError if a field is missing, unknown or of another type.
     """
@@ -476,7 +479,7 @@ def _value(wanted: Any, found: Any) -> Any:
         return found
     if isinstance(found, dict) and wanted == dict[str, str | int | float] and _is_metadata(found):
         return found
-    raise TypeError(f"{found!r} is no {wanted}")
+    raise TypeError(f"{found!r} is not a {wanted}")
 
 
 def _is_metadata(found: dict[Any, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""The receivers of a link as its sender knows them: they join, leave, are excluded, and are replaced."""
+"""The sender's list of a link's receivers, its members. They join, leave, are excluded, and are replaced.
+
+The receivers' side is :mod:`hwrl.weights.registrations`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from hwrl.comm import Store
 from hwrl.weights.control import ControlChannel
 
 LOST = 0
-"""The content of a member after a begun transfer: perhaps none. Contents are numbered from 1."""
+"""The content of a member once a transfer to it has begun: it may hold a mixture. Real contents begin at 1."""
 _LATE = 100
-"""A join request still incomplete after so many newer ones is never completed: its process died."""
+"""A join request that is still incomplete after this many newer ones never completes: its process is dead."""
 
 _log = logging.getLogger("hwrl.weights")
 
@@ -27,28 +30,28 @@ class Postponed(NamedTuple):
 
 
 class Membership:
-    """The joined receivers: ``members`` maps join numbers to replica names.
+    """The receivers that have joined: ``members`` maps join numbers to replica names.
 
-    Another thread may exclude members while one reads them.
+    Thread-safe: one thread may exclude members while another reads them.
     """
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel, self._lock = channel, threading.RLock()
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
-        """Member → the content committed by it, by its number."""
-        self._postponed_s: dict[int, float] = {}  # new member → when it first missed a version
+        """Member → the number of the content that it has committed."""
+        self._postponed_s: dict[int, float] = {}  # new member → when it missed its first version
         self._joins_seen = 0
         self._numbers_seen = 0
-        self._incomplete: set[int] = set()  # join numbers without a request so far
+        self._incomplete: set[int] = set()  # join numbers whose request is not complete yet
 
     def refresh(self) -> None:
-        """Read joins and leaves since the last call; a restarted replica replaces its namesake."""
+        """Read who has joined and left since the last call. A restarted replica replaces the old one of its name."""
         with self._lock:
             self._refresh()
 
     def _refresh(self) -> None:
-        joins, numbers = self._channel.join_counts()  # first: a receiver that joins again has left before
+        joins, numbers = self._channel.join_counts()  # before the members: a receiver that joins again leaves first
         for member in [member for member in self.members if self._channel.replica(member) is None]:
             self._drop(member)
         if joins == self._joins_seen:
@@ -59,11 +62,11 @@ class Membership:
             replica = self._channel.replica(number)
             if replica is not None:
                 self._admit(number, replica)
-        # If every request is complete, the absent ones were withdrawn. Old incomplete ones belong to dead processes.
+        # If all requests are complete, those not found were withdrawn. Old incomplete ones are of dead processes.
         self._incomplete = {number for number in self._incomplete if joins < numbers < number + _LATE}
 
     def lacking(self, content: int, replicas: Collection[str] | None = None) -> list[int]:
-        """Return the members without ``content``, in join order; only those called ``replicas``, None: all."""
+        """Return the members without ``content``, in join order; with ``replicas`` only members of these names."""
         with self._lock:
             wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
             return [member for member in wanted if replicas is None or self.members[member] in replicas]
@@ -74,12 +77,12 @@ class Membership:
             return tuple(name for _, name in sorted(self.members.items()))
 
     def absent(self, replicas: Collection[str]) -> list[str]:
-        """Return those of ``replicas`` that have not joined."""
+        """Return the names among ``replicas`` that have not joined."""
         joined = self.names()
         return [name for name in replicas if name not in joined]
 
     def remove(self, replicas: Collection[str], why: str) -> list[int]:
-        """Exclude the members called ``replicas`` for reason ``why``; return their numbers."""
+        """Exclude the members called ``replicas`` for the reason ``why``; return their numbers."""
         with self._lock:
             self._refresh()
             members = [member for member, name in self.members.items() if name in replicas]
@@ -92,12 +95,12 @@ class Membership:
             return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def note_committed(self, members: Collection[int], content: int) -> None:
-        """Note ``content`` as committed by ``members``, without removed ones."""
+        """Record that ``members`` have committed ``content``. Members removed meanwhile are ignored."""
         with self._lock:
             self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 
     def note_at_risk(self, members: Collection[int]) -> None:
-        """Note the begin of a transfer to ``members``: receiving in place overwrites the old content."""
+        """Record that a transfer to ``members`` begins. It may overwrite their old version in place."""
         with self._lock:
             self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
 
@@ -107,12 +110,15 @@ class Membership:
             return sum(found == content for found in self.served.values())
 
     def new_among(self, members: Collection[int]) -> set[int]:
-        """Return the ``members`` that have committed nothing. Empty until some member has committed."""
+        """Return the new ones of ``members``: they have committed nothing. Empty until some member has committed."""
         with self._lock:
             return {member for member in members if member not in self.served} if self.served else set()
 
     def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> Postponed:
-        """Note that new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock."""
+        """Record that the new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.
+
+        Those that missed their first version ``limit_s`` ago or earlier are silent.
+        """
         with self._lock:
             first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
             now_s = time.monotonic()
@@ -134,7 +140,7 @@ class Membership:
     def _admit(self, number: int, replica: str) -> None:
         self._incomplete.discard(number)
         earlier = [member for member, name in self.members.items() if name == replica]
-        self.exclude(earlier, f"another receiver joined as replica {replica!r}")
+        self.exclude(earlier, f"another receiver joined under the name {replica!r}")
         self.members[number] = replica
 
     def _drop(self, member: int) -> None:
@@ -144,11 +150,11 @@ class Membership:
 
 
 def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
-    """Withdraw the requests of a dead ``replica`` from the links ``names``: no sender waits for it after that.
+    """Withdraw the join requests of a dead ``replica`` from the links ``names``, so that no sender waits for it.
 
-    The process is dead, so it cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... count, too. Call
-    it before a replacement of the same name joins. Opens a connection to the store for each link. Needs one round trip
-    for each request so far, and two more for each one of the replica.
+    A dead process cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... are withdrawn, too. Call this
+    before a replacement of the same name joins. It opens a connection to the store for each link, and needs one round
+    trip for each join request so far and two more for each request of the replica.
     """
     for name in names:
         channel = ControlChannel(store, name=name, payloads={})

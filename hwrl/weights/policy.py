@@ -1,4 +1,4 @@
-"""Sends a policy: whole models, or a base once and then its adapters."""
+"""Sends a policy: whole models, or a base model once and then its adapters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hwrl.weights.source import WeightSource
 _log = logging.getLogger("hwrl.weights")
 
 POLICY = "policy"
-"""The link of all versions: whole models, or adapters with the identity of their base."""
+"""The name of the link of all versions: whole models, or adapters with the identity of their base."""
 POLICY_BASE = "policy-base"
-"""The link of bases. A receiver without the base joins it, and leaves when it has it; versions are identities."""
+"""The name of the link of bases. A receiver is on it only while it lacks the base. Versions are base identities."""
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The tensors sent with one version, and the reason."""
+    """What is sent with one version, and why."""
 
     what: Literal["full", "adapter", "base + adapter"]
     why: str
 
     @property
     def sends_base(self) -> bool:
-        """Whether the weights under an adapter are sent."""
+        """Whether the base is sent, too."""
         return self.what == "base + adapter"
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class SyncPlan:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """How one version was sent; ``base`` reports on the base if it was sent on its own link.
+    """How one version was sent. ``base`` is the report of the base, if that was sent on its own link.
 
-    ``base_nbytes`` and ``adapter_nbytes`` are the tensors' bytes, once for all receivers, 0 if not sent.
+    ``base_nbytes`` and ``adapter_nbytes`` are bytes of tensors, counted for one receiver; 0 if they were not sent.
     """
 
     plan: SyncPlan
@@ -52,12 +52,12 @@ class SyncReport:
 
 
 class PolicySender:
-    """Sends versions of a policy, and an adapter's base only to receivers without it.
+    """Sends the versions of a policy, and the base of an adapter only to receivers without it.
 
-    ``connect`` makes the sender of a link: of POLICY and, for an adapter, of POLICY_BASE. ``base`` is the identity of
-    the adapter's base, None if whole models are sent. This sender keeps no list of bases: a receiver
-    joins POLICY_BASE as long as its engine holds no base, for any reason. ``always_base`` sends the base with every
-    version, for comparison. ``metadata`` is sent with every version.
+    ``connect`` makes the sender of a link, for POLICY and, with an adapter, for POLICY_BASE. ``base`` is the identity
+    of the adapter's base; None means that whole models are sent. The receivers decide who gets a base: whenever an
+    engine holds none, its receiver joins POLICY_BASE. This sender keeps no list of its own. ``always_base`` sends the
+    base with every version, for comparison. ``metadata`` is sent with every version.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class PolicySender:
         self._base_sender = connect(POLICY_BASE) if base is not None and not always_base else None
 
     def plan(self) -> SyncPlan:
-        """Return the plan for a version sent now; cheap."""
+        """Return what would be sent with a version now. Cheap."""
         if self._base_identity is None:
             return SyncPlan("full", "the whole model is trained")
         if self._base_sender is None:
             return SyncPlan("base + adapter", "always_base is set")
         lacking = self._base_sender.new_receivers()
         if lacking:
-            return SyncPlan("base + adapter", f"not held by {', '.join(lacking)}")
+            return SyncPlan("base + adapter", f"no base at {', '.join(lacking)}")
         if self._base_sender.keeps_versions and self._base_sender.version is None:
-            return SyncPlan("base + adapter", "not in the host's store")
+            return SyncPlan("base + adapter", "the host's store does not have the base yet")
         return SyncPlan("adapter", "every receiver holds the base, or finds it in the host's store")
 
     def send(self, version: int, *, model: WeightSource, adapter: WeightSource) -> SyncReport:
         """Send ``model`` (the base of an ``adapter``), the adapter, or both, as planned.
 
-        The base is sent first. A receiver that loses it meanwhile has the adapter, and requests the base again. Blocks
-        and raises like :meth:`WeightSender.publish`.
+        The base is sent first. A receiver that loses the base after that gets the adapter, and joins POLICY_BASE again.
+        Blocks and raises like :meth:`WeightSender.publish`.
         """
         plan = self.plan()
         if self._base_identity is None:
@@ -117,7 +117,7 @@ class PolicySender:
 
 def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> TransferReport:
     report = sender.publish(identity, model)
-    if not report.excluded:  # a silent receiver may still read
+    if not report.excluded:  # an excluded receiver that is silent may still read the ring
         sender.release()  # the next base may never come, and the ring is device memory
         if sender.senders > 1 and model.shared is not None:
             model.shared.reads.release(POLICY_BASE)
@@ -125,7 +125,7 @@ def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> Tran
 
 
 def _nbytes_of(source: WeightSource) -> int:
-    """Return the bytes of the source's tensors, tied ones once."""
+    """Return the bytes of the source's tensors, counting tied tensors once."""
     named = list(source.metadata())
     ties = find_ties(named)
     return sum(tensor.nbytes for name, tensor in named if name not in ties)

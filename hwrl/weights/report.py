@@ -15,12 +15,16 @@ from hwrl.interfaces import Backend
 class TransferReport:
     """The result of one ``publish``.
 
-    ``nbytes`` are the tensors' bytes, tied ones once, as each receiver got them. ``transfer_s`` is the time between
-    the first and the last of them on this process's device, measured there; 0.0 if nothing was sent. ``seconds`` are
-    the host's: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the receivers), ``pack``, ``wire``,
-    ``vote``; with the host transport ``claim`` (waiting for a free place), ``register`` (making and page-locking
-    its memory) and ``copy``. ``receivers`` counts commits of the version; with the host transport, receivers
-    joined by then. ``excluded`` maps excluded replicas to the reason.
+    ``nbytes`` are the bytes of the tensors that each receiver got, counting tied tensors once. ``transfer_s`` is the
+    time from the first to the last of them on this process's device, measured by its events; 0.0 if nothing was sent.
+
+    ``seconds`` maps stages to the host's seconds: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the
+    receivers), ``pack``, ``wire`` and ``vote``. The host transport has ``claim`` (waiting for a free file),
+    ``register`` (making a file and page-locking its memory) and ``copy``. A receiver's
+    :class:`~hwrl.weights.Received` has ``wait``, too.
+
+    ``receivers`` counts the members that have committed the version; with the host transport, the members when it was
+    stored. ``excluded`` maps excluded replicas to the reason.
     """
 
     version: int
@@ -32,9 +36,10 @@ class TransferReport:
 
 
 class StageClock:
-    """Adds up the seconds of named stages; an inner stage's time is not the outer one's.
+    """Adds up the seconds of named stages. The time of an inner stage does not count for the outer one.
 
-    ``span`` measures on the device, by events: the operations queued inside it, even if the host is ahead of them.
+    ``span`` measures on the device by events. So it measures the operations queued inside it, even if the host has
+    queued them long before they run.
     """
 
     def __init__(self) -> None:
@@ -44,7 +49,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def span(self, backend: Backend) -> Iterator[None]:
-        """Measure from here to the context's end on the current stream; only the last span counts."""
+        """Measure the operations queued on the current stream inside the context; only the last span counts."""
         begin, end, stream = backend.event(timing=True), backend.event(timing=True), backend.current_stream()
         begin.record(stream)
         yield
@@ -52,7 +57,7 @@ class StageClock:
         self._events = begin, end
 
     def span_s(self) -> float:
-        """Return the span's seconds, blocking until it is over on the device; 0.0 if there was none."""
+        """Return the seconds of the span, 0.0 if there was none. Blocks until the device has reached its end."""
         if self._events is None:
             return 0.0
         begin, end = self._events
@@ -61,7 +66,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Count the seconds until the context ends as ``stage``'s."""
+        """Count the seconds inside the context for ``stage``."""
         outer_s, self._inner_s = self._inner_s, 0.0
         begin = time.perf_counter()
         try:

@@ -27,25 +27,30 @@ from hwrl.weights.transports import TRANSPORTS
 
 
 class WeightSender:
-    """The trainer's end of the link ``name``. There is one at a time, used from one thread. A context manager.
+    """The trainer's end of the link ``name``. Use it from one thread. A context manager.
 
-    A new sender of the same name on the same store deposes the old one and begins a new epoch: receivers follow it,
-    also to lower versions. ``transport`` names one of ``transports``. "device" broadcasts to all receivers and waits
-    for them. "ipc" lets receivers on this host copy from this process's device memory, and waits for them; the backend
-    must be able to open device memory of another process. "host" stores versions in memory-mapped files on this host,
-    and receivers fetch them later: at most ``versions`` files (1 if only one version is ever sent), in memory or under
-    ``directory``.
+    A link has one sender at a time. A new sender of the same name on the same store deposes the old one and begins a
+    new epoch. Receivers follow the new sender even if its versions are lower.
 
-    A new receiver that does not come within ``patience_s``, while others do, gets a later version instead. It is
-    excluded if it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for
-    long.
+    ``transport`` is a key of ``transports``. "device" broadcasts from the sender's device to the receivers' devices,
+    by collectives; it alone of the built-in ones works across machines. "ipc" lets receivers on this host copy from
+    this process's device memory; the backend must be able to open another process's device memory. With both, a
+    transfer waits for all its receivers. "host" stores versions in memory-mapped files on this host, and each receiver
+    copies them later. It has at most ``versions`` files, in memory or under ``directory``. ``versions=1`` is enough if
+    only one version is ever sent.
 
-    ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
-    each wait for receivers; they derive their own limits from it.
+    ``timeout_s`` limits each wait for receivers, and receivers derive their own limits from it. A new receiver is one
+    that has committed no version of this sender. As soon as one receiver has committed a version, a publish waits
+    only ``patience_s`` for new receivers, so one that joins and never comes does not delay versions for long. It gets
+    a later version instead, and is excluded after it has missed versions for ``timeout_s``. The first publish waits up
+    to ``timeout_s`` for everybody.
 
-    With several ``senders`` other ranks send, too: each has a :class:`~hwrl.weights.CoSender`, and the weights are one
-    of the ``sources`` of :class:`~hwrl.weights.SharedReads`. This sender is on rank 0 and coordinates. Only the device
-    transport can do that.
+    ``slabs`` slabs of ``slab_nbytes`` bytes are under way at once; None chooses the best size for the device. Slabs
+    of tensors that are contiguous in one storage are twice as large.
+
+    With several ``senders`` other ranks send, too. Each of them has a :class:`~hwrl.weights.CoSender`, and the weights
+    are one of the ``sources`` of :class:`~hwrl.weights.SharedReads`. This sender is on rank 0 and coordinates the
+    others. Of the built-in transports only "device" supports this.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class WeightSender:
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()
         self._link: SenderLink | None = None
-        self._content = self._contents = 0  # of the newest version; the newest number of all
+        self._content = self._contents = 0  # the content of the newest version; the number of contents so far
         self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
@@ -91,7 +96,7 @@ class WeightSender:
 
     @property
     def keeps_versions(self) -> bool:
-        """Whether versions are stored, so that receivers fetch them without this sender."""
+        """Whether the transport stores versions, so that receivers fetch them without this sender."""
         return self._transport.keeps_versions
 
     def publish(
@@ -103,28 +108,30 @@ class WeightSender:
         to: Collection[str] | None = None,
         again: bool = False,
     ) -> TransferReport:
-        """Send ``weights`` as ``version``; return when every receiver has committed it or is excluded.
+        """Send ``weights`` as ``version``. Block until each receiver has committed it, or is excluded or postponed.
 
-        ``to`` names the receivers to send to; None means all that have joined. A name that has not joined is reported
-        as excluded and not waited for (:meth:`wait_for_receivers` waits). The host transport cannot choose receivers.
+        ``to`` names the receivers; None means all that have joined. The report lists a name that has not joined under
+        ``excluded``, and nothing waits for it (:meth:`wait_for_receivers` does). The host transport cannot choose
+        receivers.
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
-        It is read during the transfer, and again if the transfer is repeated. Only some slabs of tensors that are made
-        while they are read are held at a time. An iterator can be read only once, and is always read to its end. If the
-        transfer breaks after it was read, it fails (TransferFailedError), unless all tensors read so far are still
-        held. Its tensors must own their memory. Reading may be collective: a read that has begun goes on to the end,
-        also if this raises. Tensors must not change until this returns.
+        It is read during the transfer, and again if the transfer is repeated. Tensors that are made during the read
+        are held only for the slabs under way. An iterator is always read to its end, and its tensors must own their
+        memory. If the transfer breaks after some of its tensors were dropped, this raises TransferFailedError.
+        Reading may be a collective operation, so a read that has begun continues to its end even if this raises.
+        Tensors must not change until this returns.
 
-        The first call plans the layout, from the source's metadata; from an iterator, while it is read. Later calls
-        must bring the same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its
-        content: publishing the newest one again reaches only receivers that have not got it (with the host transport,
-        all). ``again`` says that the number is the caller's, a step for example: the tensors are sent to all receivers,
-        also if they have this version, and the number may be any. Without receivers the device and ipc transports send
-        nothing.
+        The first call plans the layout from the source's metadata, or from an iterator while it is read. Later calls
+        must bring the same names, dtypes and shapes in the same order; otherwise they raise LayoutMismatchError.
+
+        A version's number stands for its tensors. Publishing the newest version again sends it only to receivers that
+        lack it (with the host transport, it is stored again for all). With ``again`` the number stands for nothing, for
+        example because it counts steps: the tensors are sent to all receivers, and the number may be lower than the
+        last one. Without receivers the device and ipc transports send nothing.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
-        transfer fails repeatedly with no receiver to blame; no attempt begins later than four times ``timeout_s`` after
-        the first. Whatever it raises, waiting receivers are told at once.
+        transfer fails repeatedly and no receiver is at fault. No attempt begins later than four times ``timeout_s``
+        after the first. If this raises any error, waiting receivers are told at once.
         """
         clock, shown = StageClock(), self._channel.shown
         content = self._content_of(version, again=again)
@@ -146,31 +153,31 @@ class WeightSender:
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
     def new_receivers(self) -> tuple[str, ...]:
-        """Return the receivers that have joined and committed no version of this sender; cheap.
+        """Return the receivers that have joined and have committed no version of this sender. Cheap.
 
-        The next ``publish`` sends them a version, also if it is the newest one again. Always
-        empty with the host transport, because receivers fetch stored versions without the sender.
+        The next ``publish`` sends them its version, even if it is the newest one again. Always empty with the host
+        transport, because its receivers fetch stored versions without the sender.
         """
         self._membership.refresh()
         return () if self.keeps_versions else self._membership.new_receivers()
 
     def remove(self, *replicas: str, why: str = "the sender's owner removed it") -> None:
-        """Remove receivers from the link: no publish waits for them from now on. Another thread may publish meanwhile.
+        """Remove receivers from the link, so that no publish waits for them. Any thread may call this.
 
-        A transfer under way to one of them is ended, and repeated for the others. The removed receivers get
-        ReceiverExcludedError with the reason ``why``; they may ``join`` again. Unknown names are ignored.
+        If a transfer to one of them is under way, it is aborted and repeated for the others. The removed receivers get
+        ReceiverExcludedError with the reason ``why``, and may ``join`` again. Unknown names are ignored.
         """
         members = self._membership.remove(replicas, why)
         if self._link is not None:
             self._link.stop_sending_to(members)
 
     def receivers(self) -> tuple[str, ...]:
-        """Return the names of the receivers that have joined, in join order; cheap."""
+        """Return the names of the receivers that have joined, in join order. Cheap."""
         self._membership.refresh()
         return self._membership.names()
 
     def wait_for_receivers(self, receivers: int | Collection[str], *, timeout_s: float = 60.0) -> None:
-        """Block until so many receivers have joined, or all that are named.
+        """Block until ``receivers`` have joined: that many, or all those named.
 
         Raises CommTimeoutError with the names of those that have joined.
         """
@@ -180,19 +187,19 @@ class WeightSender:
                 wanted = receivers if isinstance(receivers, int) else f"{len(receivers)} ({', '.join(receivers)})"
                 raise CommTimeoutError(
                     f"{len(self._membership.names())} of {wanted} receivers joined {self._channel.name!r}",
-                    why=f"within {timeout_s:g} s only {sorted(self._membership.names())} came",
+                    why=f"only {sorted(self._membership.names())} joined within {timeout_s:g} s",
                     fix="start the others, with the same store and name",
                 )
             time.sleep(0.005)
 
     def release(self) -> None:
-        """Close the connections and free their device memory; the next ``publish`` opens both. Host versions stay."""
+        """Close the connections and free their device memory; the next ``publish`` opens them again. Files stay."""
         if self._link is not None:
             self._link.release()
             self._backend.empty_cache()
 
     def close(self) -> None:
-        """Close the connections and delete the host versions. Receivers keep the versions that they have."""
+        """Close the connections and delete the host transport's files. Receivers keep what they have received."""
         if self._link is not None:
             self._link.close()
         self._link = None
@@ -204,7 +211,10 @@ class WeightSender:
         return not self._membership.absent(receivers)
 
     def _content_of(self, version: int, *, again: bool) -> int:
-        """Return the number of a version's content: a new one, unless it is the newest version's."""
+        """Return the number of a version's content: the newest content if ``version`` is published again, or a new one.
+
+        Members that have committed this number need no transfer.
+        """
         if version == self.version and not again:
             return self._content
         self._contents += 1
@@ -213,27 +223,27 @@ class WeightSender:
     def _abandon(
         self, version: int, exc: BaseException, *, content: int, to: Collection[str] | None, before: Proposal | None
     ) -> None:
-        """Tell receivers that wait for ``version`` that it does not come, unless they belong to another sender.
+        """Tell the receivers that wait for ``version`` that it will not come; does nothing if this sender is deposed.
 
-        The receivers of a proposal know already, if one was shown since ``before``.
+        If a proposal was shown since ``before``, its receivers know already.
         """
         shown = self._channel.shown
         if shown is not before and self.keeps_versions:
-            return  # it was for all
+            return  # the proposal was for all receivers
         told = () if shown is None or shown is before else shown.to
-        with contextlib.suppress(CommError):  # the store is lost, too
+        with contextlib.suppress(CommError):  # if the store is lost, too, nobody can be told
             if self._channel.epoch() == self._epoch:
                 self._membership.refresh()
                 waiting = [member for member in self._membership.lacking(content, to) if member not in told]
                 self._channel.abandon(self._epoch, version, in_one_line(exc), to=waiting)
 
     def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
-        """Return ``weights`` as a source; an iterator is read as far as it can be held."""
+        """Return ``weights`` as a source. An iterator is read here, as far as its tensors can be held."""
         if not isinstance(weights, Iterator):
             return WeightSource.of(weights)
         if self._link is not None and self._link.is_planned:
             return WeightSource.of_known_layout(lambda: weights, one_shot=True)
-        if self.keeps_versions:  # the size of a stored version must be known: the first one is held on the host
+        if self.keeps_versions:  # a file's size must be known, so the first version is held on the host
             return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in weights])
         chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
         if chapters.ended:
@@ -245,17 +255,17 @@ class WeightSender:
         if self.version is not None and version < self.version and not again:
             raise TransferFailedError(
                 f"version {version} cannot follow version {self.version}",
-                why="receivers would take the older for the newer",
+                why="receivers would take the older version for the newer one",
                 fix="publish it with again=True, or make a new WeightSender when training goes back to an older state",
             )
 
     def _check_choice(self, to: Collection[str] | None) -> None:
         if isinstance(to, str):
-            raise ConfigError(f"to={to!r} names no receivers", why="it is one text", fix=f"use to=[{to!r}]")
+            raise ConfigError(f"to={to!r} is not a list of receivers", why="it is one string", fix=f"use to=[{to!r}]")
         if to is not None and self.keeps_versions:
             raise ConfigError(
                 f"the {self.transport} transport cannot send to {sorted(to)} only",
-                why="it stores versions, and each receiver fetches them for itself",
+                why="it stores versions, and each receiver fetches them by itself",
                 fix="leave `to` out, or use another transport",
             )
 
@@ -264,12 +274,12 @@ class WeightSender:
         if self.senders > ranks:
             raise ConfigError(
                 f"senders={self.senders} cannot send these weights",
-                why=f"{ranks} rank(s) read them together",
-                fix="give publish() a source of SharedReads with a group of as many ranks or more",
+                why=f"only {ranks} rank(s) read them together",
+                fix="give publish() a source of SharedReads whose group has at least that many ranks",
             )
 
     def _link_for(self, source: WeightSource) -> SenderLink:
-        """Return the link, with a layout for ``source``."""
+        """Return the link after planning a layout for ``source``, if there is none for all tensors yet."""
         self._check_ranks(source)
         link = self._link or self._connect(source)
         if not link.is_planned:
@@ -277,7 +287,7 @@ class WeightSender:
         return link
 
     def _connect(self, source: WeightSource) -> SenderLink:
-        """Plan the layout, show it to the receivers, and open the transport."""
+        """Plan the layout, publish it in the store, and make the transport's end."""
         slab_nbytes, own_nbytes = self._slab_sizes
         layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
         self._channel.put_layout(layout)
@@ -312,39 +322,39 @@ class WeightSender:
 
 
 def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = None) -> tuple[int, int]:
-    """Return the bytes of a slab, ``slab_nbytes`` if given, and of the smallest tensor that is sent as it lies.
+    """Return the bytes of a slab, and the size from which a tensor gets slabs of its own and may be sent in place.
 
-    On a device with ``streams`` a collective needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin;
-    larger is no faster. Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md).
-    Several senders have slower wires, and a receiver has a slab of each under way: theirs are smaller, so its ring
-    needs no more memory.
+    The slab is ``slab_nbytes`` if given. On a device with ``streams`` a collective needs 100 MiB to reach the wire's
+    speed, and takes the host 20 µs to begin; larger slabs are no faster. Elsewhere the host does the work, and a slab
+    should fit into its caches (docs/benchmarks.md). With several senders each wire is slower and a receiver has a slab
+    of each sender under way. Their slabs are smaller, so that the receiver's ring needs no more memory.
     """
     best_nbytes, own_nbytes = 16 << 20, 4 << 20
     if streams:
         best_nbytes, own_nbytes = max((256 << 20) // senders, 32 << 20), 16 << 20
         best_nbytes -= best_nbytes % ALIGNMENT_NBYTES
     chosen_nbytes = best_nbytes if slab_nbytes is None else slab_nbytes
-    return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # slabs of tensors nearly as large would be half empty
+    return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # packing larger tensors would leave slabs half empty
 
 
 def _check_timeout(timeout_s: float) -> None:
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ConfigError(
             f"timeout_s={timeout_s} cannot work",
-            why="receivers that hang are excluded after so many seconds",
+            why="it is the time after which a receiver that does not answer is excluded",
             fix="use a positive number of seconds",
         )
 
 
 def _check_senders(senders: int, transport: str, transports: Mapping[str, Transport]) -> None:
-    """Raise ConfigError if so many ``senders`` cannot use ``transport``."""
+    """Raise ConfigError if this many ``senders`` cannot use ``transport``."""
     if senders < 1:
-        raise ConfigError(f"senders={senders} cannot work", why="nobody would send", fix="use 1 or more")
+        raise ConfigError(f"senders={senders} cannot work", why="no rank would send", fix="use 1 or more")
     if senders > 1 and not transports[transport].several_senders:
         able = ", ".join(name for name, one in transports.items() if one.several_senders)
         raise ConfigError(
             f"senders={senders} is not possible with the {transport} transport",
-            why=f"rank 0 alone has its memory there; several senders work with: {able}",
+            why=f"its receivers read the memory of rank 0 only; several senders work with: {able}",
             fix="use senders=1, or another transport",
         )
 
@@ -352,19 +362,19 @@ def _check_senders(senders: int, transport: str, transports: Mapping[str, Transp
 def _check_transport(transport: str, transports: Mapping[str, Transport]) -> None:
     if transport not in transports:
         known = ", ".join(transports)
-        raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
+        raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of these")
 
 
 def _check_sizes(*, slab_nbytes: int | None, slabs: int, versions: int) -> None:
     if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
         raise ConfigError(
             f"slab_nbytes={slab_nbytes} cannot work",
-            why=f"slabs are cut at multiples of {ALIGNMENT_NBYTES} bytes",
+            why=f"a slab's size is a multiple of {ALIGNMENT_NBYTES} bytes",
             fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for the device's best size",
         )
     if slabs < 1 or versions < 1:
         raise ConfigError(
             f"slabs={slabs}, versions={versions} cannot work",
-            why="a transfer needs a slab, and memory for a version",
-            fix="use slabs=1 or more, versions=2 or more, or versions=1 for one that is never replaced",
+            why="a transfer needs at least one slab, and memory for at least one version",
+            fix="use slabs=1 or more, and versions=2 or more (versions=1 if only one version is ever sent)",
         )

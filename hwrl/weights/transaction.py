@@ -1,7 +1,8 @@
-"""The sender's side of a commit: two-phase commit over all receivers, or storing a version for later.
+"""The sender's side of a commit: a two-phase commit with all receivers, or storing a version for later.
 
-A round of the two-phase commit has four steps: rendezvous, transfer, votes, decision. The first phase (prepare) is the
-proposal, the transfer and the votes; the second phase is the decision.
+The first phase of the two-phase commit (prepare) has the proposal, the rendezvous, the transfer and the votes. The
+second phase is the decision. Unlike the textbook's, the commit is not unanimous: receivers that are silent or got
+corrupt bytes are excluded, and the version commits for the others.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from hwrl.weights.transport import SenderContext, SenderRound, Transport, Transp
 
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
-_BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
+_BEGIN_WITHIN = 4  # times timeout_s: no round of a version begins later than this
 _STOP_S = 0.01
 
 
 @dataclass(frozen=True)
 class OutgoingVersion:
-    """A version to send. ``content`` numbers its tensors: a receiver with the newest content is not sent it again.
+    """A version to send. ``content`` numbers its tensors; a receiver that has committed this number needs no transfer.
 
-    ``to`` names the receivers, None: all that have joined.
+    ``to`` names the receivers; None means all that have joined.
     """
 
     version: int
@@ -50,23 +51,24 @@ class OutgoingVersion:
 
 
 class CommitOutcome(NamedTuple):
-    """How many receivers have the version, and the excluded replicas with the reason."""
+    """The number of receivers that have the version, and the reason for each excluded replica."""
 
     receivers: int
     excluded: dict[str, str]
 
 
 class SendFailure(NamedTuple):
-    """Why a transfer broke on the sender's side. Text only: the error's traceback would keep the tensors alive."""
+    """Why a transfer broke on the sender's side, as text: an exception's traceback would keep the tensors alive."""
 
     why: str
     error: str
 
 
 class SenderLink:
-    """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals.
+    """What a sender keeps from one version to the next: its channel, membership, layout and transport.
 
-    ``slab_sizes`` are those of :func:`~hwrl.weights.slab_sizes`. ``shares`` is None with one sender.
+    ``end`` is the sender's end of ``transport``, which proposals call ``name``. ``slab_sizes`` is the result of
+    :func:`~hwrl.weights.slab_sizes`. ``shares`` is None if there is one sender.
     """
 
     def __init__(
@@ -85,28 +87,28 @@ class SenderLink:
         self.layout, self.backend = context.layout, context.backend
         self._slab_nbytes, self._own_nbytes = slab_sizes
         self.is_planned = True
-        """Whether ``layout`` has all tensors; False: only those of a version's first chapter."""
+        """Whether ``layout`` has all tensors. If False, it has only those of a version's first chapter."""
         self.epoch, self.limits = context.epoch, context.limits
         self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
         self._shares = shares
         self.stored: Proposal | None = None
-        """The newest whole version, if the transport keeps versions."""
+        """The newest version that was stored completely, if the transport keeps versions."""
         self._name = name
-        self._proposals: list[Proposal] = []  # their messages are in the store
+        self._proposals: list[Proposal] = []  # those whose messages are in the store
         self.sending: SenderRound | None = None
         """The round whose bytes are under way."""
 
     def plan(self, named: Iterable[NamedTensor]) -> WeightLayout:
-        """Plan a layout with the slabs of this link."""
+        """Plan a layout with this link's slab sizes."""
         return WeightLayout.plan(named, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
 
     def plan_again(self, source: WeightSource) -> None:
-        """Plan for ``source``, because only a part of the tensors was known; show the layout to the receivers."""
+        """Plan for all tensors of ``source``, after only a part of them was known; publish the layout in the store."""
         self.layout, self.is_planned = self.plan(source.metadata()), source.chapters is None
         self.channel.put_layout(self.layout)
 
     def commit(self, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
-        """Bring ``outgoing`` to its receivers, as the transport does it."""
+        """Commit ``outgoing`` with its receivers, or store it if the transport keeps versions."""
         if self.transport.keeps_versions:
             return store_version(self, outgoing, clock)
         outcome, chapters = Transaction(self, outgoing, clock).run(), outgoing.source.chapters
@@ -115,13 +117,13 @@ class SenderLink:
         return outcome
 
     def stop_sending_to(self, members: Collection[int]) -> None:
-        """End a transfer that is under way to one of ``members``, from another thread."""
+        """Abort a transfer to one of ``members``, called from another thread. Blocks until it has ended."""
         while (sending := self.sending) is not None and not set(members).isdisjoint(sending.proposal.to):
-            self.end.abort()  # again and again: it may be about to connect
+            self.end.abort()  # repeatedly, because it may be about to connect
             time.sleep(_STOP_S)
 
     def draft(self, outgoing: OutgoingVersion, to: Sequence[int], clock: StageClock) -> Proposal:
-        """Return the next proposal; receivers cannot see it yet."""
+        """Return the next proposal. Receivers do not see it yet."""
         number = self.channel.reserve_number()
         return Proposal(
             number=number,
@@ -139,10 +141,10 @@ class SenderLink:
         )
 
     def reader(self, proposal: Proposal, source: WeightSource) -> TensorReader:
-        """Return a reader of this sender's tensors; reading begins the co-senders' part of the round."""
+        """Return a reader of this sender's tensors. The first read begins the co-senders' part of the round."""
         if self._shares is None:
             return TensorReader(self.layout, source)
-        assert source.shared is not None, "it was checked before"
+        assert source.shared is not None, "_check_ranks has checked it"
         source = source.shared.for_round(source, self.channel.name, proposal.number, self._shares.gatherers)
         return TensorReader(self.layout, source, shares=self._shares)
 
@@ -152,9 +154,9 @@ class SenderLink:
         self._proposals.append(proposal)
 
     def forget_proposals_before(self, proposal: Proposal) -> None:
-        """Delete the messages about earlier proposals, unless a receiver may still wait for them.
+        """Delete the messages of earlier proposals, unless a receiver may still wait for one.
 
-        Receivers of ``proposal`` are past the earlier ones; non-members do not count.
+        Receivers of ``proposal`` no longer wait for earlier ones, and those that have left the link never do.
         """
         waiting = self.membership.members.keys() - set(proposal.to)
         done = [past for past in self._proposals if past is not proposal and waiting.isdisjoint(past.to)]
@@ -164,23 +166,23 @@ class SenderLink:
         self.end.forget([past.payload for past in done], kept=[past.payload for past in self._proposals])
 
     def release(self) -> None:
-        """Close connections and free device memory; the next version takes both again."""
+        """Close connections and free device memory; the next version opens and allocates them again."""
         self.end.abort()
         self.end.release()
 
     def close(self) -> None:
-        """Release waiting receivers, and free everything."""
+        """Tell waiting receivers that no version follows, and free everything."""
         if self._proposals and not self.transport.keeps_versions:
-            with contextlib.suppress(CommError):  # the store is lost, too
+            with contextlib.suppress(CommError):  # if the store is lost, too, nobody can be told
                 self.channel.give_up(self._proposals[-1], "the sender was closed")
         self.release()
         self.end.close()
 
 
 def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
-    """Store ``outgoing`` for receivers to fetch; waits for none of them and excludes none.
+    """Store ``outgoing`` for receivers to fetch. Waits for no receiver and excludes none.
 
-    Returns how many receivers had joined. If writing fails, the version before stays.
+    The outcome counts the receivers that had joined. If writing fails, the version before stays available.
     """
     reader = TensorReader(link.layout, outgoing.source)
     try:
@@ -204,26 +206,27 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
 
 
 class Transaction:
-    """Two-phase commit of one version, over the transport of ``link``.
+    """The two-phase commit of one version, over the transport of ``link``. The coordinator of the commit.
 
-    A round proposes the version to all wanted members without it, waits until they are ready, sends, and collects their
-    votes. Late, silent and corrupt members are excluded. The round commits if no vote is "torn" and at least one is
-    "whole". Otherwise another round follows.
+    A round proposes the version to all wanted members that lack it, waits until they are ready, sends, and collects
+    their votes. Members that are late, silent or got corrupt bytes are excluded; late new members are postponed. The
+    round commits if at least one vote is "whole" and none is "torn". So an error on the sender's side does not abort
+    the round by itself: if every receiver has got all bytes, it commits. Otherwise another round follows.
     """
 
     def __init__(self, link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> None:
         self._link, self._outgoing, self._clock = link, outgoing, clock
-        self._proposal: Proposal | None = None  # the newest one
-        self._seen: set[int] = set()  # members seen ready in some round
-        self._postponed: set[int] = set()  # new members without this version
+        self._proposal: Proposal | None = None  # of the newest round
+        self._seen: set[int] = set()  # members that were ready in some round
+        self._postponed: set[int] = set()  # new members that do not get this version
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
-        self._source_consumed = False  # whether the source was read, and can be read only once
+        self._source_consumed = False  # whether the source was read and cannot be read again
 
     def run(self) -> CommitOutcome:
-        """Repeat rounds until each member has the version or is excluded.
+        """Repeat rounds until each member has the version, or is excluded or postponed.
 
-        On any error, waiting receivers learn its reason at once.
+        If this raises, waiting receivers get the reason at once.
         """
         try:
             self._repeat_rounds()
@@ -233,14 +236,15 @@ class Transaction:
         return CommitOutcome(self._link.membership.count_with(self._outgoing.content), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
-        """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
+        """Tell the receivers that ``exc`` has ended this version; does nothing if it was committed."""
         if self._proposal is not None:
-            with contextlib.suppress(CommError):  # the store is lost, too
+            with contextlib.suppress(CommError):  # if the store is lost, too, nobody can be told
                 self._link.channel.give_up(self._proposal, in_one_line(exc))
 
     def _repeat_rounds(self) -> None:
-        """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""
-        begin, without_culprit, rounds = time.monotonic(), 0, 0  # without_culprit: nobody was excluded or postponed
+        """Run rounds until one commits or no member is left. Failing receivers cost a bounded time."""
+        # without_culprit counts the rounds after which nobody was excluded, postponed or gone
+        begin, without_culprit, rounds = time.monotonic(), 0, 0
         passed_s, timeout_s = 0.0, self._link.limits.timeout_s
         if self._outgoing.to is not None:
             self._link.membership.refresh()
@@ -262,14 +266,14 @@ class Transaction:
             f"version {self._outgoing.version} could not be sent",
             why=f"{rounds} attempts failed in {passed_s:.0f} s, {without_culprit} of them although every receiver "
             f"answered; the last: {self._last_failure}",
-            fix="look at the connection between the machines; receivers continue with the version that they have",
+            fix="look at the connection between the machines, then publish again",
         )
 
     def _awaited(self, passed_s: float) -> list[int]:
         """Return the members to propose the version to, ``passed_s`` seconds after the first proposal.
 
-        After a second it leaves out new members that were never ready; after ``timeout_s``, all members that were never
-        ready.
+        After the patience for new members it leaves out new members that were never ready. After ``timeout_s`` it
+        leaves out all members that were never ready.
         """
         link = self._link
         to = [
@@ -286,7 +290,7 @@ class Transaction:
     def _propose(self, to: Sequence[int]) -> SenderRound:
         link = self._link
         proposal = link.draft(self._outgoing, to, self._clock)
-        self._proposal = proposal  # before a receiver can see it: from here on give_up tells it
+        self._proposal = proposal  # before a receiver can see it, so that give_up reaches this receiver
         link.propose(proposal)
         return SenderRound(proposal, link.channel, link.membership)
 
@@ -296,7 +300,7 @@ class Transaction:
         try:
             return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
-            self.give_up(exc)  # at once: reading the source to its end may take long
+            self.give_up(exc)  # before the source is read to its end, which may take long
             raise
         finally:
             source = self._outgoing.source
@@ -309,10 +313,10 @@ class Transaction:
             sending.forget_chapters()
 
     def _rendezvous(self, sending: SenderRound, reader: TensorReader) -> bool:
-        """Wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
+        """Wait until all receivers are ready, and return True. Otherwise exclude the late ones and return False."""
         proposal, timeout_s = sending.proposal, self._link.limits.timeout_s
         with self._clock("gather"), torch.no_grad():
-            reader.read_ahead()  # receivers are getting ready meanwhile
+            reader.read_ahead()  # meanwhile the receivers get ready
         with self._clock("rendezvous"):
             new, began_s = self._link.membership.new_among(proposal.to), time.monotonic()
             late = sending.wait_for_ready(timeout_s, new=new, patience_s=self._link.limits.patience_s)
@@ -322,24 +326,24 @@ class Transaction:
                 names, silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
                 self._postponed.update(late)
                 for name in names:
-                    _log.warning("version %s goes out without the new receiver %r", self._outgoing.version, name)
-            self._exclude(silent, f"it did not come to receive within {timeout_s:g} s")
+                    _log.warning("version %s is sent without the new receiver %r", self._outgoing.version, name)
+            self._exclude(silent, f"it was not ready to receive within {timeout_s:g} s")
             if not late:
                 self._link.membership.note_at_risk(proposal.to)
             self._link.channel.start(proposal, Start.WITHDRAWN if late else Start.GO)
         if late:
-            self._last_failure = f"of {len(proposal.to)} receivers, {len(late)} did not come or were replaced"
+            self._last_failure = f"{len(late)} of {len(proposal.to)} receivers were not ready or were replaced"
             return False
         self._link.forget_proposals_before(proposal)
         return True
 
     def _send_and_decide(self, sending: SenderRound, reader: TensorReader) -> bool:
-        """Transfer the tensors, collect the votes, and decide."""
+        """Transfer the tensors, collect the votes and decide; return whether the version was committed."""
         deadline = time.monotonic() + self._link.limits.timeout_s
         failure = self._send(sending, reader)
         with self._clock("vote"):
             patience_s = self._link.limits.votes_s
-            # The host may be ahead of the device, which still sends; or receivers wait to connect with a lost one.
+            # The device may still be sending what the host has queued, or receivers wait to connect with a lost one.
             if failure is None or sending.gone():
                 patience_s = max(patience_s, deadline - time.monotonic())
             torn_s = self._link.limits.votes_s
@@ -360,11 +364,11 @@ class Transaction:
             link.end.abort()
             if self._outgoing.source.chapters is not None:
                 sending.end_chapter(ChapterNote(ChapterKind.BROKEN_OFF))
-            if reader.begun:  # else they were not told of the round
+            if reader.begun:  # otherwise the co-senders were not told of the round
                 link.reports.stop(sending)
             return SendFailure(exc.why, str(exc))
         except BaseException as exc:
-            self.give_up(exc)  # first: ending the operations under way may take as long as the wire's timeout
+            self.give_up(exc)  # before the abort, which may take as long as the transport's timeout
             link.end.abort()
             raise
         finally:
@@ -372,18 +376,18 @@ class Transaction:
         return None
 
     def _send_chapters(self, sending: SenderRound, chapters: Chapters) -> None:
-        """Send what follows chapter 0."""
+        """Send the chapters after chapter 0."""
         link = self._link
         chapters.first.clear()
         while not chapters.ended:
             with self._clock("gather"):
                 tensors = chapters.take()
             layout = link.plan(on_meta(tensors))
-            link.end.end_round(sending)  # its notes are read
+            link.end.end_round(sending)  # the receivers have read its notes
             sending.end_chapter(ChapterNote(ChapterKind.NEXT, layout.to_json()))
             reader = TensorReader(layout, WeightSource.of_known_layout(functools.partial(iter, tensors)))
             link.end.send(sending, reader, self._clock)
-            del tensors, reader  # before the next ones are made
+            del tensors, reader  # before the next chapter's tensors are made
         link.end.end_round(sending)
         sending.end_chapter(ChapterNote(ChapterKind.END))
 
@@ -392,14 +396,16 @@ class Transaction:
             raise TransferFailedError(
                 f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
                 why=f"the transfer broke; {self._last_failure}",
-                fix="publish it again with a new iterator, or give a WeightSource that can be read several times",
+                fix="publish it again with a new iterator, or use a WeightSource that can be read several times",
             )
 
     def _check_members(self, sending: SenderRound) -> None:
-        """Raise CommError if another thread has removed a receiver of the round: it does not take part."""
+        """Raise CommError if another thread has removed a receiver of the round, which then takes no part."""
         gone = set(sending.proposal.to) - self._link.membership.members.keys()
         if gone:
-            raise CommError("a receiver was removed", why=f"number {min(gone)} is no member", fix="none is needed")
+            raise CommError(
+                "a receiver was removed", why=f"member {min(gone)} is no longer in the link", fix="nothing to do"
+            )
 
     def _decide(self, sending: SenderRound, silent: Sequence[int], failure: SendFailure | None) -> bool:
         link, proposal = self._link, sending.proposal
@@ -420,7 +426,7 @@ class Transaction:
         if not committed:
             theirs = {names.get(member, str(member)): why for member, why in torn.items()}
             ours = None if failure is None else failure.error
-            self._last_failure = f"the sender's side: {ours}; the receivers' side: {theirs}"
+            self._last_failure = f"on the sender's side: {ours}; on the receivers' side: {theirs}"
             _log.warning("version %s was not committed; %s", self._outgoing.version, self._last_failure)
         if committed:
             link.membership.note_committed(whole, self._outgoing.content)

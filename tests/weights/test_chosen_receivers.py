@@ -68,7 +68,7 @@ def test_receivers_that_cannot_be_chosen_are_refused(store: Store) -> None:
     with (
         sender_of(store) as sender,
         receiver_of(store),
-        pytest.raises(CommTimeoutError, match=r"1 of 2 \(r0, r1\)[\s\S]*only \['r0'\] came"),
+        pytest.raises(CommTimeoutError, match=r"1 of 2 \(r0, r1\)[\s\S]*only \['r0'\] joined"),
     ):
         sender.wait_for_receivers(["r0", "r1"], timeout_s=0.05)
 

@@ -57,7 +57,7 @@ def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
                 excluded = dict(publish(sender, version, old)[1].excluded)
                 if excluded or time.monotonic() > deadline_s:
                     break
-            assert excluded == {"new": "it did not come to receive within 4 s"}
+            assert excluded == {"new": "it was not ready to receive within 4 s"}
             assert "'new' is excluded" in caplog.text and sender.new_receivers() == ()
 
 

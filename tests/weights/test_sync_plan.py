@@ -87,7 +87,7 @@ def test_a_base_that_was_slept_away_travels_with_the_next_version(
     if transport == "host":
         assert report.plan.what == "adapter", "the base is in the store"
     else:
-        assert (report.plan.what, report.plan.why) == ("base + adapter", "not held by r0")
+        assert (report.plan.what, report.plan.why) == ("base + adapter", "no base at r0")
     assert_serves(replica, trainer, 2)
     assert replica.updater.totals()["base_loads"] == 2
 
