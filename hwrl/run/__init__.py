@@ -1,9 +1,21 @@
 """Training runs: ``hwrl train`` from its configuration to the trained model. Importing this package is cheap.
 
+The driver, which is the process of ``hwrl train``:
+
 - :mod:`hwrl.run.pipeline` is the loop over the training steps; start reading there.
-- :mod:`hwrl.run.fleet` starts, calls and watches the processes; :mod:`hwrl.run.processes` is inside of them.
-- :mod:`hwrl.run.cluster` is Ray and the devices; :mod:`hwrl.run.config` the configuration; :mod:`hwrl.run.report` the
-  metrics and the output.
+- :mod:`hwrl.run.fleet` starts, calls and watches the other processes. :mod:`hwrl.run.throttle` decides how far rollout
+  may run ahead. :mod:`hwrl.run.interrupts` handles signals.
+- :mod:`hwrl.run.cluster` starts or joins Ray, and places the processes on devices.
+- :mod:`hwrl.run.report` writes metrics, logs and the report page.
+- Files in the run directory: :mod:`hwrl.run.run_directory` claims it, :mod:`hwrl.run.scaling` exchanges requests of
+  ``hwrl scale`` there. :mod:`hwrl.run.inputs` checks the input files before the start, and :mod:`hwrl.run.identity`
+  compares their hashes later.
+
+The other processes run the code in :mod:`hwrl.run.processes`: trainer ranks, replicas and the prompt ledger. The same
+package has the handles with which one process calls another.
+
+Without a run: :mod:`hwrl.run.config` is the configuration, :mod:`hwrl.run.plan` computes memory and link traffic for
+``hwrl plan``, :mod:`hwrl.run.simulate` is ``hwrl simulate``, and :mod:`hwrl.run.demo` writes the demo's files.
 """
 
 from __future__ import annotations
@@ -42,7 +54,7 @@ _MODULE_OF = {
     "run_training": "pipeline",
     "write_demo": "demo",
 }
-"""The module of each public name. It is imported on the first use of the name: some import torch and Ray."""
+"""The module of each public name. It is imported when the name is first used, because some import torch or Ray."""
 
 __all__ = [
     "Config",

@@ -1,8 +1,8 @@
 """The demo: data, a tokenizer and a tiny model, created from a seed. The model learns to sort digits.
 
 A prompt is a few digits and ``>``; the answer is the digits in order. ``python -m hwrl.run.demo DIR`` writes all files
-for ``hwrl train DIR/config.yaml``. The processes that call :func:`sort_reward` import this module, and it imports
-nothing large.
+for ``hwrl train DIR/config.yaml``. Nothing large is imported at the top of this module, because each reward process
+imports it for :func:`sort_reward`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
-"""16 tokens. With so small a vocabulary random answers are sometimes partly right."""
+"""16 tokens. With such a small vocabulary, random answers are sometimes partly right."""
 
 DemoRow = dict[str, str | int]
 
 
 def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
-    """Return the share of correct positions, with the end of the answer as one of them, and whether all are correct.
+    """Return the share of correct positions, counting the end of the answer as one, and whether all are correct.
 
     >>> sort_reward("21>", "12", "12")
     {'reward': 1.0, 'exact': 1.0}
@@ -49,10 +49,11 @@ def write_demo(
 ) -> Path:
     """Write data, model and configuration to ``directory``; return the configuration's path.
 
-    ``digits`` has the lengths of the prompts, each equally often. No prompt is in both training and evaluation data.
-    Raises ValueError if too few texts of these lengths exist for ``prompts`` and 512 for evaluation.
-    The model has ``layers`` layers of width ``hidden``, a multiple of 32. With ``experts`` it is a mixture of so many
-    experts, of which each token uses two.
+    ``digits`` lists the lengths of the prompts; all lengths are equally likely. ``prompts`` training prompts are
+    written, and 512 other prompts for evaluation. Raises ValueError if fewer different texts of these lengths exist.
+
+    The model has ``layers`` layers of width ``hidden``, which must be a multiple of 32. With ``experts`` it is a
+    mixture of that number of experts, and each token uses two of them.
     """
     import numpy as np
 
@@ -66,7 +67,7 @@ def write_demo(
 
 
 def write_config(directory: Path, config: Mapping[str, object]) -> Path:
-    """Write ``config`` to ``directory``, and return the path of the file."""
+    """Write ``config`` to ``config.yaml`` in ``directory``, and return the path of the file."""
     import yaml
 
     path = directory / "config.yaml"
@@ -77,7 +78,9 @@ def write_config(directory: Path, config: Mapping[str, object]) -> Path:
 def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[DemoRow]:
     existing = sum(10**length for length in set(digits))
     if count > existing:
-        raise ValueError(f"only {existing:,} texts have {sorted(set(digits))} digits, and {count:,} are needed")
+        raise ValueError(
+            f"{count:,} different prompts are needed, but only {existing:,} have {sorted(set(digits))} digits"
+        )
     seen: set[str] = set()
     while len(seen) < count:
         text = "".join(str(digit) for digit in rng.integers(0, 10, size=int(rng.choice(digits))))
@@ -94,9 +97,9 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 def write_model(
     directory: Path, *, alphabet: Sequence[str], seed: int, hidden: int = 64, layers: int = 2, experts: int = 0
 ) -> None:
-    """Write a random Qwen3 (of 100,800 parameters with 2 layers of 64, and 16 tokens) and its tokenizer.
+    """Write a Qwen3 model with random weights, and its tokenizer. The demo's model has 100,800 parameters.
 
-    ``alphabet`` is the vocabulary: the three special tokens of ALPHABET, then characters and longer texts.
+    ``alphabet`` is the vocabulary: the three special tokens of ALPHABET, and then characters or longer texts.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -145,7 +148,7 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
     return {
         "dir": str(directory / "run"),
         "seed": seed,
-        # Runs that stopped learning ended at an exact match of 0.58 to 0.66, all others at 0.83 or more.
+        # Runs that stopped learning ended with an exact match of 0.58 to 0.66, and all others with 0.83 or more.
         "goals": {"reward/mean": 0.9, "eval/exact": 0.75},
         "model": {"path": str(directory / "model")},
         "data": {
@@ -156,22 +159,24 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
         "reward": {"function": "hwrl.run.demo:sort_reward"},
         "rollout": {"n": 16, "max_new_tokens": longest + 1, "max_running": 256},
         "train": {"steps": 500, "batch_groups": 32},
-        # At 1e-3, 3 of 43 runs stopped at an exact match of 0.65: entropy fell before the model had learnt to sort.
+        # At 1e-3, 3 of 43 runs stopped learning at an exact match of 0.65: entropy fell before the model could sort.
         "optimizer": {"learning_rate": 7e-4, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
-        "async_training": {"staleness_threshold": 1},  # with 2, one run of seven stopped at an exact match of 0.58
+        "async_training": {"staleness_threshold": 1},  # with 2, 1 of 7 runs stopped learning at an exact match of 0.58
         "checkpoint": {"save_every_steps": 100},
         "eval": {"every_steps": 100, "prompts": 512},
     }
 
 
 def main() -> None:
-    """Write the demo and print the path of its configuration. Refuse if a run uses the directory."""
+    """Write the demo and print the path of its configuration. Refuse if a run is active in the directory."""
     from hwrl.checkpoint import find_owner
 
     parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--experts", type=int, default=0, help="make a mixture of so many experts, two for a token")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="make a mixture of this number of experts, two per token"
+    )
     args = parser.parse_args()
     if (owner := find_owner(args.directory / "run")) is not None:
         sys.exit(f"hwrl: a run is active in {args.directory / 'run'}: {owner}; end it, or choose another directory")

@@ -1,20 +1,21 @@
-"""Identify the input files of a run by content, so that no process of the run reads a changed file.
+"""Hash the input files of a run, so that no process of the run reads a file that has changed since the start.
 
-The driver hashes the files once. Each process compares its files with these hashes before it builds its parts, and once
-more afterwards. Without this, a process that restarts after a death might read other prompts under the same numbers,
-another model or another reward function. Paths and times do not count: a file may be copied, moved or touched, and each
-machine may have its own copy.
+The driver hashes the files once. Each process compares its files with these hashes before it builds its parts, and
+again afterwards. Without the check, a process that restarts after a death might read other prompts under the same
+numbers, another model or another reward function. Paths and file times are ignored: a file may be copied, moved or
+touched, and each machine may have its own copy.
 
-- Prompts: the hashed bytes are the parsed bytes. Of a directory all files count, and of a name on the hub all rows.
-- Model directory: all files count but hidden ones and ``.md``, because transformers chooses among the files it finds.
-  In ``config.json``, the author's tool and path do not count.
-- Weights: the whole file is hashed; a sample would miss a change of a few tensors. The driver always does this, with a
-  thread per file and about 2 GB/s per thread. The trainer then finds the file in the page cache. Another process trusts
-  a large file with the driver's inode, size and change times. Each write changes them, and only a clock that is set
-  back could restore them. If they differ, the process hashes the file itself.
-- Functions of the user: their files count, and the modules imported by these files do not.
+- Prompts: a process parses the same bytes that it has hashed. For a directory of the library ``datasets``, all files
+  are hashed. For a data set on the hub, all rows are hashed.
+- Model directory: all files are hashed except hidden files and ``.md`` files, because transformers chooses among the
+  files that it finds. In ``config.json``, the version of transformers and the model's original path are ignored.
+- Weights: whole files are hashed, because a sample could miss a change of a few tensors. The driver always does so, at
+  about 2 GB/s in one thread per file, and the trainer then finds the files in the page cache. Other processes skip the
+  hash of a large file if its inode, size and change times are the driver's. Each write changes these values, and only a
+  clock that is set back could restore them. If they differ, the process computes the hash.
+- Users' functions: their files are hashed. Modules that these files import are not.
 
-The configuration itself needs no comparison: the driver passes it to every process by value.
+The configuration itself needs no check: the driver passes it to every process by value.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ _FUNCTIONS: dict[str, Role] = {
     LOSS: "trainer",
     ADVANTAGE: "trainer",
 }
-"""The keys with import paths of users' functions, and the processes that call these functions."""
+"""The configuration keys that name users' functions, each with the kind of process that calls the function."""
 
 _WEIGHTS = (".safetensors", ".bin")
 LARGE_NBYTES = 32 << 20
-"""A process may trust a file above this size without hashing it."""
+"""A process may accept a larger file without hashing it, if its inode, size and change times are the driver's."""
 _HASH_THREADS = 16
 _TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "spiece")
 _TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".jinja")
@@ -61,7 +62,7 @@ _TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".jinja")
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file as the driver found it: path, hash, and the file's inode, size and change times."""
+    """One file when the driver hashed it: path and hash, and the ``stamp``: inode, size and change times."""
 
     path: Path
     sha256: str
@@ -76,20 +77,23 @@ class RunInputs:
     files: Mapping[str, InputFile]
 
     def digests(self) -> dict[str, str]:
-        """Return the hash of each file, for a checkpoint."""
+        """Return the hash of each file, and of the settings that order the prompts, for a checkpoint."""
         return {key: file.sha256 for key, file in self.files.items()} | _order_digest(self.config)
 
     def read_data(self, key: str) -> bytes | None:
-        """Compare the data set ``key``, as :meth:`read` does; return a file's content, and None for other data sets."""
+        """Check that the data set ``key`` is unchanged, as :meth:`read` does.
+
+        Returns the content if it is one file. Returns None for a directory and for a data set on the hub.
+        """
         file = self.files[key]
-        if not _is_whole(key, file.path):
+        if not _is_collection(key, file.path):
             return self.read(key)
         if not _is_same(key, file.path, file, large_nbytes=0):
             raise _changed(key, file.path, "its content has changed")
         return None
 
     def read(self, key: str) -> bytes:
-        """Return the content of the file ``key``. Raises InputChangedError if it has changed since the run began."""
+        """Return the content of the file ``key``. Raises InputChangedError if it has changed since the run started."""
         path = self.files[key].path
         try:
             content = path.read_bytes()
@@ -100,16 +104,16 @@ class RunInputs:
         return content
 
     def source(self, key: str) -> bytes | None:
-        """Return the source of the user's function ``key``, as :meth:`read` does; None if it has no Python file."""
+        """Return the checked source of the user's function ``key``; None if the function is not in a Python file."""
         file = self.files.get(key)
         return self.read(key) if file is not None and file.path.suffix == ".py" else None
 
     @contextmanager
     def unchanged(self, role: Role, *, large_nbytes: int = LARGE_NBYTES) -> Iterator[None]:
-        """Check the files of ``role`` before and after the block. Prompts are checked by :meth:`read`.
+        """Check the files of ``role`` before and after the block. Prompts are not among them: see :meth:`read_data`.
 
-        Raises InputChangedError if a file has changed since the run began. See the module about files above
-        ``large_nbytes``.
+        Raises InputChangedError if a file has changed since the run started. A file above ``large_nbytes`` may be
+        accepted without a hash: see the module's docstring.
         """
         self._compare(role, large_nbytes)
         try:
@@ -119,25 +123,25 @@ class RunInputs:
 
     def _compare(self, role: Role, large_nbytes: int) -> None:
         expected = {key: file for key, file in self.files.items() if _reads(role, key)}
-        found = {key: path for key, path in _find_files(self.config).items() if _reads(role, key)}
-        for key, path in found.items():
+        existing = {key: path for key, path in _find_files(self.config).items() if _reads(role, key)}
+        for key, path in existing.items():
             if key not in expected:
-                raise _changed(key, path, "it did not exist when the run began")
+                raise _changed(key, path, "it did not exist when the run started")
         for key, file in expected.items():
-            if key not in found:
-                raise _changed(key, file.path, "it is gone")
+            if key not in existing:
+                raise _changed(key, file.path, "it no longer exists")
         with ThreadPoolExecutor(_HASH_THREADS) as threads:
-            same = list(threads.map(lambda key: _is_same(key, found[key], expected[key], large_nbytes), expected))
+            same = list(threads.map(lambda key: _is_same(key, existing[key], expected[key], large_nbytes), expected))
         for key, is_same in zip(expected, same, strict=True):
             if not is_same:
-                raise _changed(key, found[key], "its content has changed")
+                raise _changed(key, existing[key], "its content has changed")
 
     def compare_with_checkpoint(self, extra: Mapping[str, Any]) -> list[str]:
-        """Return a sentence for each file that has changed since the checkpoint with ``extra``, and may change.
+        """Compare the files with the checkpoint whose extra state is ``extra``.
 
-        Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed, or the
-        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl
-        has only the first two.
+        Returns a sentence for each changed file that may change. Raises ConfigError for a file that may not: the
+        training prompts, the model's configuration, its tokenizer, and the weights of a reference model. Checkpoints of
+        an older hwrl have only the hashes of the first two.
         """
         saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
         now = self.digests()
@@ -145,14 +149,14 @@ class RunInputs:
         if of_data := [key for key in changed if _is_of_training_data(key)]:
             raise ConfigError(
                 f"{self._where(of_data)} does not hold the checkpoint's training data",
-                why=f"changed: {', '.join(of_data)}; the order of the prompts depends on it: some would be lost or "
-                "trained twice",
+                why=f"changed since the checkpoint was saved: {', '.join(of_data)}; the order of the prompts depends "
+                "on it, so some prompts would be lost or trained twice",
                 fix="restore the old file and settings, or start a new run in another dir=…",
             )
         if MODEL_CONFIG in changed:
             raise ConfigError(
-                f"the checkpoint is not of the model in {self.config.model.path}",
-                why="its config.json has changed since the run began",
+                f"the checkpoint does not belong to the model in {self.config.model.path}",
+                why="the model's config.json has changed since the run started",
                 fix="restore the old model, or start a new run in another dir=…",
             )
         if "inputs" not in extra:
@@ -161,19 +165,20 @@ class RunInputs:
         if tokenizer:
             raise ConfigError(
                 f"the tokenizer in {self.config.model.path} is not the checkpoint's",
-                why=f"changed since the checkpoint was saved: {', '.join(tokenizer)}; prompts would have other tokens",
+                why=f"changed since the checkpoint was saved: {', '.join(tokenizer)}; prompts would get other tokens",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         weights = [key for key in changed if key.startswith(MODEL) and key.endswith(_WEIGHTS)]
         if weights and self.config.has_reference_copy:
             raise ConfigError(
-                f"the weights in {self.config.model.path} are not the checkpoint's reference",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the policy is "
-                "kept near the model that the run began with",
+                f"the weights in {self.config.model.path} are not those of the checkpoint's reference model",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the reference is the model with "
+                "which the run started",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [
-            f"{key} has changed since the checkpoint was saved; the run continues with the new one" for key in changed
+            f"{key} has changed since the checkpoint was saved; the run continues with the new content"
+            for key in changed
         ]
 
     def _where(self, keys: Sequence[str]) -> str:
@@ -181,7 +186,7 @@ class RunInputs:
 
 
 def identify_inputs(config: Config) -> RunInputs:
-    """Hash every input file of a run. Raises DataError for an unreadable file."""
+    """Hash all input files of a run. Raises DataError if a file cannot be read."""
     paths = _find_files(config)
     try:
         with ThreadPoolExecutor(_HASH_THREADS) as threads:
@@ -190,15 +195,15 @@ def identify_inputs(config: Config) -> RunInputs:
         raise DataError(
             f"{exc.filename} cannot be read",
             why=exc.strerror or str(exc),
-            fix="make the file readable; the run compares it again later",
+            fix="make the file readable",
         ) from exc
     return RunInputs(config, files)
 
 
 def _find_files(config: Config) -> dict[str, Path]:
     """Return the input files that exist now, by key."""
-    paths = {data_key(TRAIN, one.name): one.path for one in config.data.train_sets}
-    paths |= {data_key(EVAL, one.name): one.path for one in config.data.eval_sets}
+    paths = {data_key(TRAIN, data_set.name): data_set.path for data_set in config.data.train_sets}
+    paths |= {data_key(EVAL, data_set.name): data_set.path for data_set in config.data.eval_sets}
     if (template := config.data.chat_template_file) is not None:
         paths[TEMPLATE] = template
     for key in _FUNCTIONS:
@@ -219,14 +224,17 @@ def _find_files(config: Config) -> dict[str, Path]:
 
 
 def data_key(key: str, name: str) -> str:
-    """Return the key of a data set's file: ``key`` itself for the only one, which has no name."""
+    """Return the key of a data set's file: ``key/name``, or ``key`` if the run has one data set, without a name."""
     return f"{key}/{name}" if name else key
 
 
 def _order_digest(config: Config) -> dict[str, str]:
-    """Return a hash of all that orders the prompts beside their content; nothing for a set as most runs have it."""
-    sets = [(one.name, one.weight, *config.data.keys_of(one)) for one in config.data.train_sets]
-    function = (config.data.curriculum or "").rpartition(":")[2]  # its file has a hash of its own, and may move
+    """Return a hash of the settings that determine the order of the prompts, in addition to their content.
+
+    Returns nothing for one data set with default settings. So the digests of most runs are those of an older hwrl.
+    """
+    sets = [(data_set.name, data_set.weight, *config.data.keys_of(data_set)) for data_set in config.data.train_sets]
+    function = (config.data.curriculum or "").rpartition(":")[2]  # its file may move, and is hashed separately
     if sets == [("", 1.0, "prompt", "answer")] and not function:
         return {}
     return {ORDER: hashlib.sha256(json.dumps([sets, function]).encode()).hexdigest()}
@@ -237,10 +245,11 @@ def _is_of_training_data(key: str) -> bool:
 
 
 def _reads(role: Role, key: str) -> bool:
-    """Return whether a process of ``role`` compares the file.
+    """Return whether a process of ``role`` checks the file in :meth:`RunInputs.unchanged`.
 
-    Replicas get weights from the trainer, and :meth:`RunInputs.read` compares prompts. A trainer reads no prompts, but
-    the ledger's state in its checkpoint belongs to them.
+    A replica does not check weight files, because it gets the weights from the trainer. It checks the prompts while
+    reading them: see :meth:`RunInputs.read_data`. A trainer reads no prompts, but it checks them, because the ledger's
+    state in its checkpoints depends on them.
     """
     if key in _FUNCTIONS:
         return role == _FUNCTIONS[key]
@@ -252,20 +261,20 @@ def _reads(role: Role, key: str) -> bool:
 
 
 def _identify(key: str, path: Path) -> InputFile:
-    if _is_whole(key, path):
+    if _is_collection(key, path):
         return InputFile(path, digest_rows(path), ())
-    stamp = _stamp(path)  # before the content, so that a write in between changes the stamp
+    stamp = _stamp(path)  # taken before the content is read: a write in between then changes it
     return InputFile(path, _digest(key, path), stamp)
 
 
-def _is_whole(key: str, path: Path) -> bool:
-    """Return whether the data set ``key`` is identified by all that belongs to it: it is no file."""
+def _is_collection(key: str, path: Path) -> bool:
+    """Return whether ``key`` is a data set in a directory or on the hub: it is hashed row by row or file by file."""
     return key.startswith((TRAIN, EVAL)) and (path.is_dir() or str(path).startswith(HUB))
 
 
 def _is_same(key: str, path: Path, file: InputFile, large_nbytes: int) -> bool:
     try:
-        if _is_whole(key, path):
+        if _is_collection(key, path):
             return digest_rows(path) == file.sha256
         stamp = _stamp(path)
         return (stamp == file.stamp and path.stat().st_size > large_nbytes) or _digest(key, path) == file.sha256
@@ -274,7 +283,7 @@ def _is_same(key: str, path: Path, file: InputFile, large_nbytes: int) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    status = os.stat(path)  # st_dev is left out: machines number a shared file system differently
+    status = os.stat(path)  # without st_dev: each machine has its own number for a shared file system
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -286,15 +295,13 @@ def _digest(key: str, path: Path) -> str:
 
 
 def _model_config_digest(content: bytes) -> str:
-    """Return a hash of a model's configuration, without its source path and the version of transformers."""
+    """Return a hash of a model's configuration without its original path and the version of transformers."""
     try:
         configuration = dict(json.loads(content))
-    except (ValueError, TypeError, RecursionError):  # the process that loads the model reports it
+    except (ValueError, TypeError, RecursionError):  # loading the model will report the error
         return hashlib.sha256(content).hexdigest()
-    counted = {
-        key: value for key, value in configuration.items() if key not in ("_name_or_path", "transformers_version")
-    }
-    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
+    kept = {key: value for key, value in configuration.items() if key not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _is_of_tokenizer(key: str) -> bool:

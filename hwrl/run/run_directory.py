@@ -1,4 +1,4 @@
-"""Claim a run directory: lock it, check that this run may use it, and write the configuration into it."""
+"""Claim a run directory: lock it, check that this run may use it, and write the run's configuration to it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ FIXED_KEYS = (
     "train.batch_groups",
     "async_training.trigger_parameter_sync_step",
 )
-"""Keys with a fixed value in a resumed run: the ledger's counts of prompts and versions depend on them.
+"""Keys whose value must not change when a run resumes: the ledger's counts of prompts and versions depend on them.
 
-The model and the training data may not change either. A checkpoint identifies them by content, so their paths may.
+The model and the training data must not change either. Checkpoints identify them by content, so their paths may change.
 """
 
 _ADVANTAGE = "algorithm.advantage"
-"""May change in a resumed run, but not to a critic or from one: checkpoints have it or not."""
+"""May change when a run resumes, but not between ``gae`` and the others: only checkpoints of ``gae`` hold a critic."""
 
 
 @contextmanager
 def claimed_directory(config: Config) -> Iterator[None]:
-    """Lock the run directory for the block and write the resolved configuration into it.
+    """Lock the run directory during the block, and write the resolved configuration to it.
 
     Raises ConfigError if the directory holds another run or cannot be used. Raises CheckpointError, with the owner's
-    name, if a run in another process uses it. An error leaves the directory as it was.
+    name, if a run in another process uses it. If the claim fails, the files in the directory stay as they were. An
+    error in the block changes nothing back.
     """
     with ExitStack() as stack:
         _claim(config, stack)
@@ -67,16 +68,16 @@ def _write_config(config: Config) -> None:
         _refuse_to_overwrite(config, [RUN_CONFIG] if has_checkpoints else _FILES_OF_A_RUN)
     if has_checkpoints or _has_lines(config.dir / METRICS):
         _check_same_run(config, before)
-    DurableFS().replace_file(path, dump_run_config(config))  # hwrl would not recognise half a file as its own
+    DurableFS().replace_file(path, dump_run_config(config))  # atomically: hwrl would not recognise half a file
 
 
 def record_replicas(config: Config, replicas: int) -> None:
-    """Write the new number of replicas into the run's configuration: a resume from this file begins with it.
+    """Write the new number of replicas to the configuration in the run directory, so that a resumed run starts with it.
 
-    Raises RunDirectoryError if that fails.
+    Raises RunDirectoryError if the file cannot be written.
     """
-    least = config.rollout.min_replicas
-    numbers = {"replicas": replicas, "min_replicas": None if least is None else min(least, replicas)}
+    minimum = config.rollout.min_replicas
+    numbers = {"replicas": replicas, "min_replicas": None if minimum is None else min(minimum, replicas)}
     changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=numbers)})
     try:
         DurableFS().replace_file(config.dir / RUN_CONFIG, dump_run_config(changed))
@@ -84,7 +85,7 @@ def record_replicas(config: Config, replicas: int) -> None:
         raise RunDirectoryError(
             f"{config.dir / RUN_CONFIG} cannot be written",
             why=str(exc),
-            fix="repair the cause in the run directory; the replicas have changed, and a resume would not know it",
+            fix="repair the cause in the run directory; this run has the new replicas, a resumed run would not",
         ) from exc
 
 
@@ -93,11 +94,11 @@ def _has_lines(path: Path) -> bool:
 
 
 def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:
-    """Raise ConfigError if the directory has one of these files and no configuration of a run explains it."""
-    found = [name for name in names if (config.dir / name).exists()]
-    if found:
+    """Raise ConfigError if the directory has one of the files ``names``: they do not come from a run of hwrl."""
+    existing = [name for name in names if (config.dir / name).exists()]
+    if existing:
         raise ConfigError(
-            f"the run would overwrite {', '.join(found)} in {config.dir}",
+            f"the run would overwrite {', '.join(existing)} in {config.dir}",
             why=f"hwrl did not write it: no {RUN_CONFIG} there begins with {RUN_HEADER.decode().strip()!r}",
             fix="choose another dir=…, or rename the files; if they belong to a run, put that line back",
         )
@@ -108,7 +109,7 @@ def _check_same_run(config: Config, saved: bytes | None) -> None:
     if not config.resume:
         raise ConfigError(
             f"{config.dir} already holds a run",
-            why="its metrics and checkpoints would be mixed with the new run's",
+            why="its metrics and checkpoints would be mixed with those of the new run",
             fix="add resume=true to continue it, choose another dir=…, or delete the directory",
         )
     if saved is None:
@@ -119,7 +120,7 @@ def _check_same_run(config: Config, saved: bytes | None) -> None:
         changed.append(_ADVANTAGE)
     if changed:
         raise ConfigError(
-            f"cannot resume {config.dir} with another {', '.join(changed)}",
+            f"cannot resume {config.dir} with a different {', '.join(changed)}",
             why="; ".join(f"{key} was {_value_at(before, key)!r} and is {_value_at(now, key)!r}" for key in changed),
             fix="resume with the old values, or start a new run in another dir=…",
         )
@@ -130,9 +131,9 @@ def _parse_saved(config: Config, saved: bytes) -> Any:
         return yaml.safe_load(saved)
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError(
-            f"{config.dir / RUN_CONFIG} is damaged: the configuration of the run there is unknown",
+            f"{config.dir / RUN_CONFIG} is damaged, so the configuration of the run there is unknown",
             why=str(exc),
-            fix="restore the file; or, if there are checkpoints, delete it and resume with your configuration",
+            fix="restore the file; or, if there are checkpoints, delete it and resume with a configuration of your own",
         ) from exc
 
 

@@ -1,6 +1,7 @@
-"""Requests for another number of replicas: ``hwrl scale`` writes a file into the run directory, and the run answers.
+"""A mailbox of two files in the run directory: ``hwrl scale`` writes a request, and the run writes the answer.
 
-Whoever may write the run directory may scale its run. Imports neither torch nor Ray.
+The run itself adds and removes replicas in ``Replicas.scale``. Everybody with write access to the run directory may
+scale the run. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """A request for so many ``replicas``."""
+    """A request to run the number ``replicas`` of replicas."""
 
     request_id: str
     replicas: int
 
 
 class ScaleRequests:
-    """The run's side. Older files in ``directory`` are from before the run, and are removed."""
+    """The run's end of the mailbox in ``directory``. The constructor removes files that an earlier run has left."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -43,28 +44,28 @@ class ScaleRequests:
                 (directory / name).unlink()
 
     def poll(self) -> ScaleRequest | None:
-        """Return the waiting request and remove its file; None without one. Does not block; junk is removed, too."""
+        """Return the pending request, or None, and remove its file, even if it is not valid. Does not block."""
         path = self._directory / _REQUEST
-        found = _read(path)
-        if found is None:
+        content = _read(path)
+        if content is None:
             return None
         with suppress(OSError):
             path.unlink()
-        replicas, request_id = found.get("replicas"), found.get("request_id")
+        replicas, request_id = content.get("replicas"), content.get("request_id")
         if type(replicas) is not int or not 0 < replicas <= MOST_PROCESSES or not isinstance(request_id, str):
             return None
         return ScaleRequest(request_id, replicas)
 
     def answer(self, request: ScaleRequest, *, text: str = "", error: HwrlError | None = None) -> None:
-        """Tell the sender of ``request`` its outcome. If that cannot be written, the sender learns nothing."""
+        """Write the outcome of ``request`` for its sender. If the write fails, the sender gets no answer."""
         parts = None if error is None else {"what": error.what, "why": error.why, "fix": error.fix}
         _try_to_write(self._directory / _ANSWER, {"request_id": request.request_id, "text": text, "error": parts})
 
 
 def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0) -> str:
-    """Ask the run in ``directory`` for so many ``replicas``; return its answer. Blocks for ``timeout_s`` at most.
+    """Request ``replicas`` replicas from the run in ``directory``; return its answer. Blocks for up to ``timeout_s``.
 
-    Raises RunDirectoryError if no run is there, none runs, none answers, or the run refuses.
+    Raises RunDirectoryError if the directory has no run, or the run is not running, does not answer, or refuses.
     """
     _check_runs(directory)
     request = ScaleRequest(uuid.uuid4().hex, replicas)
@@ -73,7 +74,7 @@ def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0)
         return _wait_for_answer(directory, request, timeout_s)
     except OSError as exc:
         raise RunDirectoryError(
-            f"the run in {directory} cannot be asked", why=str(exc), fix="run this as the user of the run"
+            f"cannot write a request to the run in {directory}", why=str(exc), fix="run this as the user of the run"
         ) from exc
 
 
@@ -82,7 +83,7 @@ def _check_runs(directory: Path) -> None:
         raise RunDirectoryError(
             f"there is no run in {directory}",
             why=f"it has no {RUN_CONFIG}",
-            fix="give the run's directory: `dir` in its configuration",
+            fix="name the run directory: `dir` in the run's configuration",
         )
     if find_owner(directory) is None:
         raise RunDirectoryError(
@@ -101,13 +102,13 @@ def _wait_for_answer(directory: Path, request: ScaleRequest, timeout_s: float) -
     error = answer.get("error")
     if isinstance(error, dict):
         raise RunDirectoryError(
-            f"the run refuses: {error.get('what')}", why=str(error.get("why")), fix=str(error.get("fix"))
+            f"the run refused: {error.get('what')}", why=str(error.get("why")), fix=str(error.get("fix"))
         )
     return str(answer.get("text"))
 
 
 def _withdraw(directory: Path, timeout_s: float) -> RunDirectoryError:
-    """Withdraw the request if the run has not taken it; return the error for either case."""
+    """Withdraw the request unless the run has already taken it; return the error that describes the case."""
     why = f"it did not take the request within {timeout_s:g} s; it may still be starting"
     fix = "look at its log, and try again; the request is withdrawn"
     try:
@@ -128,8 +129,8 @@ def _try_to_write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``; an empty one if it holds none, None if there is no file."""
-    try:  # neither a link nor a pipe: this must not block, nor read elsewhere
+    """Return the JSON object in ``path``; an empty one if the content is not one; None if there is no file."""
+    try:  # follow no link and open no pipe: reading must not block or leave the run directory
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -138,7 +139,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(_MOST_NBYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     try:
-        found = json.loads(content)
+        parsed = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

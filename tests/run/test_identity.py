@@ -169,7 +169,7 @@ def test_a_resume_keeps_the_weights_of_its_reference(config: Config) -> None:
     extra = {"inputs": identify_inputs(config).digests()}
     spoil_the_weights(config)
     near = parse_config(config.model_dump(mode="json") | {"algorithm": {"kl_coeff": 0.1}})
-    with pytest.raises(ConfigError, match="are not the checkpoint's reference"):
+    with pytest.raises(ConfigError, match="are not those of the checkpoint's reference"):
         identify_inputs(near).compare_with_checkpoint(extra)
 
 
@@ -221,7 +221,7 @@ def test_a_deliberate_resume_may_change_what_does_no_harm_and_says_so(
     ("change", "message"),
     [
         (edit_the_prompts, "does not hold the checkpoint's training data"),
-        (edit_the_model, "the checkpoint is not of the model in"),
+        (edit_the_model, "the checkpoint does not belong to the model in"),
         (edit_the_tokenizer, "the tokenizer in .* is not the checkpoint's"),
     ],
 )

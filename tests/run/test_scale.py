@@ -126,7 +126,7 @@ def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFix
         thread.join()
         lock.close()
     told = capsys.readouterr().err
-    assert all(text in told for text in ("the run refuses: there are no devices", "2 are free", "ask for 2"))
+    assert all(text in told for text in ("the run refused: there are no devices", "2 are free", "ask for 2"))
 
 
 def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(

@@ -28,14 +28,14 @@ def decide(throttle: Throttle, *, wait: float, busy: float, replicas: int = 4) -
 
 
 def test_it_decides_after_eight_measured_steps() -> None:
-    throttle = Throttle(staleness=2, batch_groups=8, sleeps=False)
+    throttle = Throttle(staleness=2, groups_per_version=8, sleeps=False)
     seen = [throttle.observe(line(wait=0.0, busy=0.1), replicas=1) for _ in range(7)]
     assert not throttle.observe({"step": 1.0}, replicas=1), "a step after a restart has no time"
     assert seen == [False] * 7 and throttle.observe(line(wait=0.0, busy=0.1), replicas=1)
 
 
 def test_the_lead_moves_within_the_bound_and_rests_between() -> None:
-    throttle = Throttle(staleness=2, batch_groups=8, sleeps=False)
+    throttle = Throttle(staleness=2, groups_per_version=8, sleeps=False)
     assert decide(throttle, wait=0.5, busy=3.9).lead_groups == 16, "the bound"
     assert [decide(throttle, wait=0.01, busy=2.0).lead_groups for _ in range(3)] == [15, 14, 13]
     assert decide(throttle, wait=0.01, busy=3.5).lead_groups == 13, "the replicas have no room"
@@ -47,7 +47,7 @@ def test_the_lead_moves_within_the_bound_and_rests_between() -> None:
 
 
 def test_idle_replicas_fall_asleep_while_the_others_have_room_and_wake_when_they_have_none() -> None:
-    throttle = Throttle(staleness=1, batch_groups=8, sleeps=True)
+    throttle = Throttle(staleness=1, groups_per_version=8, sleeps=True)
     assert [decide(throttle, wait=0.0, busy=1.5).asleep for _ in range(3)] == [1, 2, 2], "1.5 of 2 is below 80 %"
     assert throttle.state.lead_groups == 7, "after the sleepers, the lead"
     assert decide(throttle, wait=0.2, busy=1.5) == ThrottleState(8, 2), "the lead was too small"
@@ -56,7 +56,7 @@ def test_idle_replicas_fall_asleep_while_the_others_have_room_and_wake_when_they
 
 
 def test_it_wakes_a_replica_soon_after_replicas_have_left() -> None:
-    throttle = Throttle(staleness=1, batch_groups=8, sleeps=True)
+    throttle = Throttle(staleness=1, groups_per_version=8, sleeps=True)
     for _ in range(5):
         decide(throttle, wait=0.0, busy=0.5, replicas=8)
     assert throttle.state.asleep == 5

@@ -368,7 +368,7 @@ def test_a_run_is_not_overwritten_and_not_resumed_in_another_order_of_prompts(tm
     with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
         pass
     words = [place, "resume=true", "seed=7"]
-    with pytest.raises(ConfigError, match="with another seed"), claimed_directory(load_config(copy, words)):
+    with pytest.raises(ConfigError, match="with a different seed"), claimed_directory(load_config(copy, words)):
         pass
     with claimed_directory(load_config(copy, words[:2])):
         pass
@@ -400,7 +400,7 @@ def test_a_copy_of_a_runs_configuration_says_where_its_run_goes(tmp_path: Path) 
 def test_a_resume_with_another_fixed_key_is_refused(tmp_path: Path, key: str) -> None:
     own = begun_run(tmp_path) / "config.yaml"
     with (
-        pytest.raises(ConfigError, match=f"with another {key}\n"),
+        pytest.raises(ConfigError, match=f"with a different {key}\n"),
         claimed_directory(load_config(own, ["resume=true", f'{key}="7"'])),
     ):
         pass

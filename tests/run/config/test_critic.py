@@ -63,7 +63,7 @@ def test_a_resume_may_change_its_advantages_but_not_to_a_critic(tmp_path: Path) 
     with claimed_directory(load(tmp_path, "resume=true", "algorithm.advantage=rloo")):
         pass
     with (
-        pytest.raises(ConfigError, match=r"with another algorithm\.advantage\n"),
+        pytest.raises(ConfigError, match=r"with a different algorithm\.advantage\n"),
         claimed_directory(load(tmp_path, "resume=true", "algorithm.advantage=gae")),
     ):
         pass
