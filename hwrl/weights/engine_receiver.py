@@ -1,4 +1,4 @@
-"""The receiver of one worker of a rollout engine: it takes offers that another process has got for it."""
+"""The receiver in one worker of a rollout engine. Another process finds the offers and passes them to it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Taken(NamedTuple):
-    """A worker's result of an offer; plain values, for any way between two processes.
+    """A worker's result of an offer, in plain values for the way to another process.
 
-    ``proposal`` is the number of the proposal that is now whole in the worker, 0 if none is; ``version`` and ``epoch``
-    are its. ``why`` says why not. ``fault``: the worker failed, not the transfer.
+    ``proposal`` is the number of the proposal whose version is now complete in the worker, with its ``version`` and
+    ``epoch``; 0 if there is none, and then ``why`` is the reason. ``fault`` says that the worker failed, not the
+    transfer.
     """
 
     proposal: int = 0
@@ -40,10 +41,11 @@ class Taken(NamedTuple):
 
 
 class EngineReceiver:
-    """Takes the offers for receiver number ``number`` of an engine, into the destination of ``make_destination``.
+    """Receives offers as receiver ``number`` of an engine, into the destinations that ``make_destination`` makes.
 
-    The engine's process finds the offers and is the link's member; this may live in another process, on the worker's
-    device. It connects with a link's store at the first offer. Used from one thread.
+    The engine's process joins the link and finds the offers (:class:`~hwrl.weights.LinkRegistrations`). This object may
+    live in another process, on the worker's device. It connects to a link's store at the first offer. ``transports``
+    must have the sender's transport. Use it from one thread.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class EngineReceiver:
         self._intakes: dict[tuple[str, str], WeightIntake] = {}
 
     def take(self, offer: WeightOffer) -> Taken:
-        """Receive ``offer``; blocks until the sender has decided about it, at most ``offer.limit_s`` or so.
+        """Receive ``offer``. Blocks until the sender has decided about it, about ``offer.limit_s`` at most.
 
-        Never raises an Exception: other workers must not wait for this one's answer. The caller skips receivers that
-        have no part in the offer.
+        Never raises an Exception, because other workers would wait for this one's result in vain. Call it only if the
+        offer has a member for this receiver.
         """
         try:
             taken = self._take(offer)
@@ -71,7 +73,7 @@ class EngineReceiver:
             return Taken(why=str(exc), fault=True)
         except (TransferFailedError, ReceiverExcludedError, CommError) as exc:
             return Taken(why=str(exc))
-        except Exception as exc:  # noqa: BLE001 - the answer says it
+        except Exception as exc:  # noqa: BLE001 - the result has it
             _log.warning("receiver %d failed", self._number, exc_info=True)
             return Taken(why=f"{type(exc).__name__}: {exc}", fault=True)
         if taken is None:
@@ -79,12 +81,12 @@ class EngineReceiver:
         return Taken(taken.number, taken.epoch, taken.version)
 
     def release(self) -> None:
-        """Free the rings; the next offer allocates them anew."""
+        """Free the rings; the next offer allocates them again."""
         for intake in self._intakes.values():
             intake.release()
 
     def close(self) -> None:
-        """Close all connections, and free the rings."""
+        """Close all connections and free the rings."""
         for intake in self._intakes.values():
             intake.close()
         self._intakes.clear()
@@ -96,7 +98,7 @@ class EngineReceiver:
         proposal = intake.proposal(offer.proposal)
         if member is None or proposal is None:
             raise TransferFailedError(
-                f"proposal {offer.proposal} is over", why="its sender went on", fix="take a later one"
+                f"proposal {offer.proposal} is over", why="its sender has gone on", fix="take a later offer"
             )
         deadline, replica = time.monotonic() + offer.timeout_s, f"receiver {self._number}"
         try:

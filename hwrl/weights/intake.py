@@ -1,4 +1,4 @@
-"""Take the bytes of a proposed version for one member of a link, verify them, and vote."""
+"""Receives the bytes of a proposed version for one member of a link, verifies them, and votes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hwrl.weights.transports import TRANSPORTS
 
 
 class WeightIntake:
-    """Takes versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
+    """Receives versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
 
     It does not join the link itself. The caller passes the member's number with each proposal
     (:class:`~hwrl.weights.LinkRegistrations`). At most ``slabs`` slabs are under way at once. Use it from one thread,
@@ -54,30 +54,30 @@ class WeightIntake:
         self._prepared: tuple[WeightLayout, ChapteredDestination, Checksums] | None = None
 
     def proposal(self, number: int) -> Proposal | None:
-        """Return proposal ``number``; None if it was forgotten."""
+        """Return proposal ``number``, or None if its messages were deleted."""
         return self._channel.proposal(number)
 
     def prepare(self, proposal: Proposal) -> ChapteredDestination:
-        """Return the destination of the proposal's version; made once for each layout.
+        """Return the destination for the proposal's version, made once for each layout.
 
-        Raises LayoutMismatchError if there is no place for a tensor.
+        Raises LayoutMismatchError if a tensor has no destination.
         """
         return self._prepare(proposal)[1]
 
     def take(
         self, proposal: Proposal, member: int, *, replica: str, after: int, deadline: float, clock: StageClock
     ) -> Proposal | None:
-        """Receive ``proposal``, whose transfer has begun, as ``member``; return the proposal that is now whole here.
+        """Receive ``proposal``, whose transfer has begun, as ``member``; return the proposal that is complete here.
 
-        That is None if the sender aborted it. An earlier stored version, but none up to number ``after``, is taken
-        instead of one that is not whole. Blocks as long as the sender's limits allow; for a stored version, until
-        ``deadline``. Raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
+        Returns None if the sender aborted the proposal. If a stored version is not complete, the stored version before
+        it may be received instead, if its number is above ``after``. Blocks as long as the sender's limits allow, or
+        until ``deadline`` for a stored version. Raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
         """
         transport = self._transports[proposal.transport]
         try:
             layout, destination, sums = self._prepare(proposal)
         except BaseException as exc:
-            if not transport.keeps_versions:  # at once: the others wait for this vote
+            if not transport.keeps_versions:  # at once, because the other receivers wait for this vote
                 self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
             raise
         receiving = ReceiverRound(
@@ -99,17 +99,17 @@ class WeightIntake:
         return taken
 
     def abort(self) -> None:
-        """End all operations under way. Any thread may call this."""
+        """Abort all operations under way. Any thread may call this."""
         for end in list(self._ends.values()):
             end.abort()
 
     def release(self) -> None:
-        """Free the destination; the next version plans and allocates anew."""
+        """Free the destination; the next version plans and allocates it again."""
         self._prepared = None
         self._backend.empty_cache()
 
     def close(self) -> None:
-        """Close the connections, and free the destination."""
+        """Close the connections and free the destination."""
         for end in self._ends.values():
             end.close()
         self._ends = {}
@@ -117,7 +117,7 @@ class WeightIntake:
 
     def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, ChapteredDestination, Checksums]:
         if self._prepared is None or self._prepared[0].hash != proposal.layout_hash:
-            self._prepared = None  # its memory is free before the next is taken
+            self._prepared = None  # free its memory before the next destination is made
             layout = self._channel.layout(proposal)
             destination = ChapteredDestination(layout, self._make_destination(layout), self._make_destination)
             self._prepared = layout, destination, Checksums(layout, device=self._backend.device())

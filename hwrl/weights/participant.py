@@ -1,4 +1,7 @@
-"""The receiver's side of a commit: taking part in a two-phase commit, or fetching a stored version."""
+"""The receiver's side of a commit, after the rendezvous: transfer, vote and decision, or fetching a stored version.
+
+:class:`~hwrl.weights.LinkRegistrations` does the rendezvous (READY and START).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Participant:
-    """Receives proposals of one transport into ``destination``, after the sender's word to begin."""
+    """Receives proposals of one transport into ``destination``. The participant of the two-phase commit."""
 
     def __init__(
         self, transport: Transport, end: TransportReceiver, destination: ChapteredDestination, *, device: torch.device
@@ -26,10 +29,10 @@ class Participant:
         self._transport, self._end, self._destination, self._device = transport, end, destination, device
 
     def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
-        """Receive the round's proposal; return the proposal now whole here, None if none is.
+        """Receive the round's proposal; return the proposal that is complete here, or None.
 
-        If a stored version does not become whole, the version before it is taken instead, if its number is above
-        ``after``. Raises TransferFailedError or CommTimeoutError.
+        If a stored version does not become complete, the stored version before it is received instead, if its number
+        is above ``after``. Raises TransferFailedError or CommTimeoutError.
         """
         if not self._transport.keeps_versions:
             return self._take_part(receiving, sums, clock)
@@ -40,7 +43,7 @@ class Participant:
             earlier = receiving.channel.proposal(number) if number > after else None
             if earlier is None:
                 raise
-            _log.warning("version %d is received instead: %s", earlier.version, exc)
+            _log.warning("receiving version %d instead: %s", earlier.version, exc)
             return self._fetch(replace(receiving, proposal=earlier), sums, clock)
 
     def _take_part(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
@@ -57,20 +60,20 @@ class Participant:
         try:
             theirs = self._receive(receiving, sums, clock)
             if theirs is None:
-                return Vote(VoteKind.TORN, "it was replaced")
+                return Vote(VoteKind.TORN, "a newer version replaced it")
             return self._receive_chapters(receiving, sums.compare(theirs), clock)
         except CommError as exc:
             return Vote(VoteKind.TORN, exc.what)
-        except BaseException as exc:  # at once: the others wait for this vote
+        except BaseException as exc:  # at once, because the other receivers wait for this vote
             receiving.cast(Vote(VoteKind.TORN, type(exc).__name__))
             raise
 
     def _receive_chapters(self, receiving: ReceiverRound, vote: Vote, clock: StageClock) -> Vote:
-        """Receive what follows chapter 0, whose vote is ``vote``; return the vote about all."""
+        """Receive the chapters after chapter 0, whose vote is ``vote``; return the vote about all chapters."""
         if not receiving.proposal.chapters:
             return vote
         try:
-            for chapter in receiving.further_chapters():  # to the last one, else the other receivers would wait
+            for chapter in receiving.further_chapters():  # to the last one, because other receivers take part in it
                 destination = self._destination.begin_chapter(chapter.layout)
                 sums = Checksums(chapter.layout, device=self._device)
                 theirs = self._end.receive(chapter, destination, sums, clock)
@@ -82,7 +85,7 @@ class Participant:
         return vote
 
     def _fetch(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
-        """Copy a stored version, also while it is being written; None if a newer one replaced it."""
+        """Copy a stored version, even while it is being written; return None if a newer one has replaced it."""
         with clock(self._transport.stage), torch.no_grad():
             theirs = self._receive(receiving, sums, clock)
             if theirs is None:
@@ -92,8 +95,8 @@ class Participant:
             return receiving.proposal
         raise TransferFailedError(
             f"version {receiving.proposal.version} was not received",
-            why=f"other bytes came than were written ({vote})",
-            fix="publish it again; this receiver continues with the version that it has",
+            why=f"the bytes received differ from those written ({vote})",
+            fix="publish it again, then receive again",
         )
 
     def _receive(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> torch.Tensor | None:

@@ -34,17 +34,17 @@ _TIMING = ReceiverTiming()
 
 
 class Received(Mapping[str, torch.Tensor]):
-    """A whole, verified version: names → tensors on this process's device, in the sender's order.
+    """A complete, verified version: a mapping of names to tensors on this process's device, in the sender's order.
 
-    The tensors are the receiver's memory. They stay unchanged until the next ``receive`` returns; the ``receive``
-    after that overwrites them, so copy what must live longer. Received ``into`` given tensors, they are those tensors,
-    and the next ``receive`` changes them. Given to a ``loader``, there are none here.
+    The tensors are views of the receiver's memory. They stay unchanged until the next ``receive`` returns. The
+    ``receive`` after that overwrites them, so copy what must live longer. For a receiver with ``into`` they are the
+    caller's tensors, which the next ``receive`` changes. For a receiver with a ``loader`` the mapping is empty.
     """
 
     def __init__(self, proposal: Proposal, tensors: Mapping[str, torch.Tensor], nbytes: int, clock: StageClock) -> None:
         self.version, self.metadata, self.nbytes = proposal.version, proposal.metadata, nbytes
         self.seconds: Mapping[str, float] = clock.seconds
-        """The host's seconds, by stage."""
+        """The host's seconds, by stage (:class:`TransferReport`)."""
         self.transfer_s = clock.span_s()
         """The seconds between the first and the last byte, measured on the device."""
         self._tensors = tensors
@@ -62,16 +62,21 @@ class Received(Mapping[str, torch.Tensor]):
 class WeightReceiver:
     """A rollout replica's end of the link ``name``. It joins when it is made, and uses the sender's transport.
 
-    Without ``into`` it holds memory for two versions: the old one serves until the new one is whole. With ``into``
-    (names → tensors on this process's device, at least those that are sent) versions are received into these tensors.
-    Tensors that are laid out differently from the slabs go through a ring of at most ``slabs`` slabs and
-    ``ring_nbytes`` bytes. The old version is then lost when a transfer begins: :attr:`version` is None, and the tensors
-    must not be used, until a transfer succeeds. With ``loader`` it gets each tensor as it comes
-    (:class:`TensorStream`), through the same ring, and the old version is lost, too;
-    :class:`~hwrl.weights.StreamReceiver` yields the tensors instead.
+    ``into`` and ``loader`` choose where versions go:
 
-    ``newest=False`` ignores the version that is already proposed and waits for later ones. Use it from one thread, but
-    for :meth:`cancel`. A restarted replica replaces its namesake. A context manager.
+    - With neither, the receiver has memory for two versions. The old one stays valid until the new one is complete.
+    - ``into`` maps names to tensors on this process's device, at least those that are sent. Versions are received into
+      these tensors.
+    - ``loader`` gets each tensor as soon as it has arrived (:class:`TensorStream`).
+      :class:`~hwrl.weights.StreamReceiver` yields the tensors instead.
+
+    With ``into`` or ``loader`` the old version is lost when a transfer begins. Then :attr:`version` is None until a
+    transfer succeeds, and the tensors must not be used. Slabs that cannot be received directly into their tensors go
+    through a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes.
+
+    ``newest=False`` ignores the version that is already proposed and waits for later ones. ``transports`` must have the
+    sender's transport. A restarted replica replaces the old one of its name. Use this from one thread; any thread may
+    call :meth:`cancel`. A context manager.
     """
 
     def __init__(
@@ -98,13 +103,13 @@ class WeightReceiver:
         self._intake = WeightIntake(
             store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
         )
-        self._members = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
-        self._taking = False  # in a transfer
-        self._took_part = False  # in a proposal, during this receive
-        self._left = False  # the link, after a receive that was cancelled or had no place for a tensor
+        self._registrations = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
+        self._taking = False  # whether a transfer is under way
+        self._took_part = False  # whether this receive has taken part in a proposal
+        self._left = False  # whether it left the link, after it was cancelled or could not receive a tensor
 
     version: int | None
-    """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
+    """The complete version here. None before the first, and after a failed transfer with ``into`` or ``loader``."""
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -113,34 +118,40 @@ class WeightReceiver:
         self.close()
 
     def join(self) -> None:
-        """Request versions again, the newest included: after ReceiverExcludedError, or when the weights were lost."""
+        """Join again: after ReceiverExcludedError, or when the weights were lost.
+
+        The host transport's newest version can then be received again. The device and ipc transports send nothing until
+        the trainer publishes again; :meth:`WeightSender.new_receivers` tells the trainer of this receiver.
+        """
         self._intake.abort()
-        self._members.join()
+        self._registrations.join()
         self._left = False
 
     def release(self) -> None:
-        """Free the memory of the received versions, which must not be used later; the next version allocates anew."""
+        """Free the memory of received versions, which must not be used after this; the next version allocates it."""
         self._intake.release()
 
     def poll(self) -> int | None:
-        """Return the proposed version if this receiver lacks it, or None; never blocks.
+        """Return the proposed version if this receiver lacks it, else None. Never blocks.
 
         Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if this receiver was
-        excluded; if nothing is new, half a second after that at most.
+        excluded, at most half a second later.
         """
         self._join_if_left()
-        proposal = self._members.poll()
+        proposal = self._registrations.poll()
         return None if proposal is None else proposal.version
 
     def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Block until the newest proposed version is committed here, and return it.
 
         Raises CommTimeoutError if nothing is proposed within ``timeout_s``, or if a stored version (host transport) is
-        not whole by then. For the other transports the limits follow from the sender's ``timeout_s``: this receiver
-        waits as long as the sender may wait for others. Raises TransferFailedError if the version did not commit:
-        the sender gave up, which is known at once, or is silent beyond its limits. The old version stays valid, unless
-        it was received ``into`` tensors. Raises ReceiverExcludedError if this receiver was excluded; ``join`` again.
-        Raises CommAbortedError if another thread called :meth:`cancel`.
+        not complete by then. With the other transports, a transfer is limited by the sender's ``timeout_s`` instead:
+        this receiver waits as long as the sender may wait for others.
+
+        Raises TransferFailedError if the version was not committed, because the sender gave up (at once) or was silent
+        beyond its limits. The old version stays valid, except with ``into`` or ``loader``. Raises ReceiverExcludedError
+        if this receiver was excluded; it may ``join`` again. Raises CommAbortedError if another thread called
+        :meth:`cancel`.
         """
         self._took_part = False
         try:
@@ -148,24 +159,24 @@ class WeightReceiver:
         except Exception:
             if self._cancellation.is_requested:
                 if self._took_part:
-                    self._leave()  # the sender need not wait for a receiver that went away
+                    self._leave()  # so that the sender does not wait for this receiver
                 self._cancellation.check()
             raise
         finally:
             self._cancellation.reset()
 
     def cancel(self) -> None:
-        """End the receive that another thread is in, or else the next one; does not wait for that.
+        """Abort the receive of another thread, or the next one if there is none. Does not block.
 
-        A receive that waits ends within a fifth of a second. One that takes part in a transfer breaks it off and leaves
-        the link, so the sender repeats it for the others; the next receive or poll joins again.
+        A receive that waits ends within a fifth of a second. One that takes part in a transfer aborts it and leaves the
+        link, so the sender repeats the transfer for the others. The next receive or poll joins again.
         """
         self._cancellation.request()
-        if self._taking:  # else the connections are in order
+        if self._taking:  # otherwise the connections stay
             self._intake.abort()
 
     def forget_cancellation(self) -> None:
-        """Forget a :meth:`cancel` that came when the receive had ended."""
+        """Forget a :meth:`cancel` that came after the receive had ended."""
         self._cancellation.reset()
 
     def _receive(self, timeout_s: float) -> Received:
@@ -174,7 +185,7 @@ class WeightReceiver:
         while True:
             clock = StageClock()
             with clock("wait"):
-                proposal = self._members.wait(
+                proposal = self._registrations.wait(
                     deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
                 )
             try:
@@ -182,33 +193,33 @@ class WeightReceiver:
                 self._took_part = True
                 taken = self._take(proposal, deadline, clock)
             except LayoutMismatchError:
-                self._leave()  # the sender need not wait for a receiver that cannot receive
+                self._leave()  # so that the sender does not wait for a receiver that cannot receive
                 raise
             if taken is not None:
                 self.version = taken.version
                 return Received(taken, destination.tensors, destination.nbytes, clock)
-            if not self._members.keeps_versions(proposal):
-                aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
+            if not self._registrations.keeps_versions(proposal):
+                aborted, deadline = proposal, self._registrations.next_deadline(proposal, deadline)
 
     def close(self) -> None:
-        """Leave the link and free the memory; received tensors must not be used later."""
-        self._members.leave()
+        """Leave the link and free the memory; received tensors must not be used after this."""
+        self._registrations.leave()
         self._intake.close()
 
     def _leave(self) -> None:
-        self._members.leave()
+        self._registrations.leave()
         self._left = True
 
     def _join_if_left(self) -> None:
         if self._left:
-            self._members.join()
+            self._registrations.join()
             self._left = False
 
     def _take(self, proposal: Proposal, deadline: float, clock: StageClock) -> Proposal | None:
-        after = self._members.begin(proposal)
-        (member,) = self._members.members_of(proposal)
+        after = self._registrations.begin(proposal)
+        (member,) = self._registrations.members_of(proposal)
         assert member is not None, "the proposal is for this receiver"
-        if not self._members.rendezvous(proposal, clock):
+        if not self._registrations.rendezvous(proposal, clock):
             return None
         if not self._keeps_old:
             self.version = None  # from here on the tensors may hold a mixture
@@ -223,7 +234,7 @@ class WeightReceiver:
                 clock=clock,
             )
         except CommTimeoutError:
-            self._members.undo(after)  # it is still being written
+            self._registrations.undo(after)  # the version is still being written
             raise
         finally:
             self._taking = False
@@ -237,9 +248,9 @@ def _destination_factory(
     slabs: int,
     ring_nbytes: int,
 ) -> DestinationFactory:
-    """Return the maker of a layout's destination."""
+    """Return a function that makes the destination of a layout's versions."""
     if into is not None and loader is not None:
-        raise ConfigError("a receiver has one place", why="`into` and `loader` were given", fix="give one of them")
+        raise ConfigError("a receiver has one destination", why="both `into` and `loader` are given", fix="give one")
 
     def make_destination(layout: WeightLayout) -> Destination:
         if into is not None:

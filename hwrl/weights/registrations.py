@@ -1,4 +1,7 @@
-"""A process's members of a weight link: they join, learn of versions, come to receive, and leave."""
+"""The receivers' side of joining a link: they register, learn of proposals, report ready, and leave.
+
+The sender's list of all receivers is :mod:`hwrl.weights.membership`.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Tr
 from hwrl.weights.transports import TRANSPORTS
 
 _CHECK_S = 0.5
-"""How often members that wait for news look whether one of them was excluded."""
+"""How often waiting receivers check whether one of them was excluded."""
 
 
 class LinkRegistrations:
-    """The members of the link ``name`` that one process speaks for, one for each of ``replicas``, their names.
+    """One process's registrations as receivers of the link ``name``, one for each name in ``replicas``.
 
-    They join together when this is made. The process that receives a version for a member may be another one
-    (:class:`~hwrl.weights.WeightIntake`); this one needs no device. ``newest=False`` ignores the version that is
-    already proposed. Used from one thread; others may use ``cancellation``.
+    They join together when this is made. Each registration is a member with a number. The process that receives a
+    version for a member may be another one (:class:`~hwrl.weights.WeightIntake`), so this one needs no device.
+    ``newest=False`` ignores the version that is already proposed. Use it from one thread, except for ``cancellation``.
     """
 
     def __init__(
@@ -38,38 +41,41 @@ class LinkRegistrations:
     ) -> None:
         self._transports = transports
         self._cancellation = cancellation or Cancellation()
-        self._abandoned = 0  # the last abandonment of which the members know
+        self._abandoned = 0  # the number of the last abandonment that was read
         payloads = {key: transport.payload for key, transport in transports.items()}
         self.channel = ControlChannel(store, name=name, payloads=payloads)
         self.replicas, self._timing = tuple(replicas), timing
         self._done = 0  # proposals up to this number were taken, aborted or ignored
-        self._checked_s = -math.inf  # when the members were last found not to be excluded
+        self._checked_s = -math.inf  # when poll last checked that no member is excluded
         self.numbers: tuple[int, ...] = ()
-        """The members' numbers, in the order of the names."""
+        """The members' join numbers, in the order of ``replicas``."""
         self.join(newest=newest)
 
     def join(self, *, newest: bool = True) -> None:
-        """Request versions, or request them again; with ``newest`` the newest one, too. Leaves first."""
+        """Leave if joined, then request versions; with ``newest`` also the one that is already proposed.
+
+        A stored version is found again this way. The device and ipc transports only send when the trainer publishes.
+        """
         self.leave()
-        self._done = 0 if newest else self.channel.newest()  # before joining: later proposals may be for these
+        self._done = 0 if newest else self.channel.newest()  # before joining: later proposals may be for the members
         self._abandoned = self.channel.abandonment().number
         self.numbers = self.channel.join(*self.replicas)
 
     def leave(self) -> None:
-        """Withdraw the requests."""
+        """Withdraw the join requests."""
         for number in self.numbers:
             self.channel.leave(number)
         self.numbers = ()
 
     def keeps_versions(self, proposal: Proposal) -> bool:
-        """Return whether the proposal's version is stored, so that members fetch it without the sender."""
+        """Return whether the proposal's transport keeps versions, so that members fetch this one without the sender."""
         return self._transports[proposal.transport].keeps_versions
 
     def poll(self) -> Proposal | None:
-        """Return the newest proposal if it is new and for one of the members, or None; never blocks.
+        """Return the newest proposal if it is new and for one of the members, else None. Never blocks.
 
-        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if a member was excluded; if
-        nothing is new, half a second after that at most.
+        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if a member was excluded,
+        at most half a second later.
         """
         newest, now_s = self.channel.newest(), time.monotonic()
         if newest <= self._done and now_s - self._checked_s < _CHECK_S:
@@ -79,11 +85,11 @@ class LinkRegistrations:
         return self._proposal_for_us(newest)
 
     def wait(self, *, deadline: float, timeout_s: float, aborted: Proposal | None, have: int | None) -> Proposal:
-        """Wait for a proposal for one of the members; ``have`` is the version that they have, for the error's text.
+        """Wait for a proposal for one of the members. ``have`` is their version, for the error's text.
 
-        Raises CommTimeoutError at ``deadline``, ReceiverExcludedError, and CommAbortedError if it is cancelled. Raises
-        TransferFailedError at once if the sender gave up after the proposal ``aborted``, or gave up a version before
-        it was proposed, since the last time.
+        Raises CommTimeoutError at ``deadline``, ReceiverExcludedError if a member was excluded, and CommAbortedError
+        after a cancellation. Raises TransferFailedError as soon as the sender has given up on the version of proposal
+        ``aborted``, or on a version that it has not proposed yet.
         """
         while True:
             self._cancellation.check()
@@ -93,7 +99,7 @@ class LinkRegistrations:
             proposal = self._proposal_for_us(newest)
             before, self._abandoned = self._abandoned, abandoned.number
             if proposal is not None:
-                return proposal  # a newer version than the abandoned one, as a rule
+                return proposal  # usually a newer version than the abandoned one
             if aborted is not None:
                 self._check_not_given_up(aborted)
             if abandoned.number > before and self._concerns_us(abandoned):
@@ -102,28 +108,31 @@ class LinkRegistrations:
             if left_s <= 0:
                 raise CommTimeoutError(
                     f"no new version of {self.channel.name!r} was offered to {self._name} within {timeout_s:g} s",
-                    why=f"its newest version is {have}",
-                    fix="is the sender alive? poll() tells without waiting whether there is a version",
+                    why=f"the newest version here is {have}",
+                    fix="check that the sender is alive; poll() says without waiting whether there is a version",
                 )
             self.channel.wait_for_proposal(newest + 1, timeout_s=min(self._timing.look_s, left_s))
 
     def begin(self, proposal: Proposal) -> int:
-        """Note that ``proposal`` is taken or ignored; return the number for :meth:`undo`."""
+        """Record that ``proposal`` is taken or ignored; return the number that undoes this (:meth:`undo`)."""
         after, self._done = self._done, proposal.number
         return after
 
     def undo(self, after: int) -> None:
-        """Let the proposals after number ``after`` be new again."""
+        """Count the proposals after number ``after`` as new again."""
         self._done = after
 
     def members_of(self, proposal: Proposal) -> tuple[int | None, ...]:
-        """Return, for each name, its number if it is to take ``proposal``, else None."""
+        """Return, for each replica, its member number if it takes part in ``proposal``, else None."""
         if self.keeps_versions(proposal):
             return self.numbers
         return tuple(number if number in proposal.to else None for number in self.numbers)
 
     def rendezvous(self, proposal: Proposal, clock: StageClock | None = None) -> bool:
-        """Report the members ready and wait for the sender's answer; return whether the transfer begins."""
+        """Report the members as ready and wait for the sender's answer; return whether the transfer begins.
+
+        A stored version needs no rendezvous.
+        """
         members = [
             MemberRound(proposal, self.channel, number, name, self._timing, self._cancellation)
             for number, name in zip(self.members_of(proposal), self.replicas, strict=True)
@@ -137,7 +146,7 @@ class LinkRegistrations:
             return members[0].wait_for_start() is Start.GO
 
     def next_deadline(self, proposal: Proposal, deadline: float) -> float:
-        """Return until when to wait after an aborted ``proposal``: the sender may take its time for the next, too."""
+        """Return how long to wait after the aborted ``proposal``: the sender may need its time for the next one."""
         limits = Limits(proposal.timeout_s, self._timing.slack_s)
         return max(deadline, time.monotonic() + limits.start_s)
 
@@ -150,7 +159,11 @@ class LinkRegistrations:
             self.channel.check_member(number, name)
 
     def _proposal_for_us(self, number: int) -> Proposal | None:
-        """Return proposal ``number`` if it is new and a member may take it."""
+        """Return proposal ``number`` if it is new and a member takes part in it, else None.
+
+        The epoch is not checked for a stored version. It is complete without its sender, so a receiver may take it from
+        a deposed sender; a newer proposal replaces it.
+        """
         if number <= self._done:
             return None
         proposal = self.channel.proposal(number)
@@ -170,7 +183,7 @@ class LinkRegistrations:
 
 def _given_up(version: int, why: str) -> TransferFailedError:
     return TransferFailedError(
-        f"the sender gave version {version} up",
+        f"the sender gave up version {version}",
         why=why,
-        fix="look at the sender's log; this receiver continues with the version that it has",
+        fix="look at the sender's log; receive again after the next publish",
     )

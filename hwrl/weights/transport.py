@@ -1,6 +1,7 @@
-"""The seam between the commit of a version and the way its bytes take: a :class:`Transport`, and the rounds it serves.
+"""The interface between the commit of a version and the transfer of its bytes: :class:`Transport`, and the rounds.
 
-A new transport is one file with a payload and the two ends, and one line in ``hwrl.weights.transports.TRANSPORTS``.
+A new transport is a payload class and two ends, in a package of its own with an entry point in ``hwrl.transports``
+(``hwrl new-transport`` writes one). hwrl's own are in :mod:`hwrl.weights.transports`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader
 
-_LOOK_S = 0.5  # the sender looks for receivers that left meanwhile
+_LOOK_S = 0.5  # how often a waiting sender checks whether receivers have left
 _Found = TypeVar("_Found")
 
 
@@ -45,26 +46,32 @@ _Found = TypeVar("_Found")
 
 
 class TransportSender(Protocol):
-    """The sender's end of a transport. ``send`` may be called for the same version several times."""
+    """The sender's end of a transport. ``send`` may be called several times for the same version."""
 
     def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> TransportPayload:
-        """Prepare proposal ``number`` to receivers ``to``; return the part of the proposal for their ends."""
+        """Prepare the transfer of proposal ``number`` to receivers ``to``; return the payload for the receivers' ends.
+
+        Connecting with the receivers happens in :meth:`send`, because they do not know the proposal yet.
+        """
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Move the tensors of ``reader``, then the checksums. Raises CommError if this round is lost.
+        """Move the tensors of ``reader``, then the checksums. Raises CommError if the transfer broke.
 
-        ``clock.span`` measures from the first tensor on, without the connecting before it. Weights that can be read
-        only once come in chapters: one call for each, and ``reader.layout`` is then another than the context's.
-        Transport notes of a chapter must have been read when this returns.
+        Measure from the first tensor on with ``clock.span``, after connecting. Weights that can be read only once come
+        in chapters, with one call for each; ``reader.layout`` then differs from the context's layout. The receivers
+        must have read all transport notes of the chapter when this returns.
         """
 
     def abort(self) -> None:
-        """End all operations under way, here and at the receivers. Does not wait for them."""
+        """Abort all operations under way, here and at the receivers. Does not block.
+
+        Any thread may call this, repeatedly, and even while ``send`` is still connecting.
+        """
 
     def end_round(self, sending: SenderRound) -> None:
-        """Let go of the round's tensors, and delete its transport notes.
+        """Release the round's tensors, and delete its transport notes.
 
-        Called at the end of the round, however it ended, and after each chapter that was sent.
+        Called at the end of each round, whatever its outcome, and after each chapter.
         """
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
@@ -74,7 +81,7 @@ class TransportSender(Protocol):
         """Free device memory; the next round allocates it again."""
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all memory and connections."""
 
 
 class TransportReceiver(Protocol):
@@ -83,26 +90,26 @@ class TransportReceiver(Protocol):
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor | None:
-        """Move the slabs to ``destination`` and their sums to ``sums``; return the sender's sums, to compare.
+        """Receive the slabs into ``destination`` and their checksums into ``sums``; return the sender's checksums.
 
-        Blocks until the sender's memory is no longer in use. Raises CommError if the transfer broke. A transport that
-        keeps versions returns None if a newer version has replaced this one, raises TransferFailedError if it will
-        never be whole, and CommTimeoutError if it is not whole by the round's deadline.
+        Blocks until this end no longer reads the sender's memory. Raises CommError if the transfer broke. A transport
+        that keeps versions returns None if a newer version has replaced this one. It raises TransferFailedError if the
+        version will never be complete, and CommTimeoutError if it is not complete at the round's deadline.
         """
 
     def abort(self) -> None:
-        """End all operations under way."""
+        """Abort all operations under way, if there are any. Any thread may call this, and repeatedly."""
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all memory and connections."""
 
 
 @dataclass(frozen=True)
 class SenderContext:
-    """Made by a sender for its transport.
+    """What a sender gives its transport.
 
-    ``slabs`` are under way at once. ``versions`` and ``directory`` are for stored versions. This is sender number
-    ``share`` of ``senders``, and sends the slabs of this share.
+    At most ``slabs`` slabs are under way at once. ``versions`` and ``directory`` are for stored versions. The end sends
+    the slabs of share number ``share``, of ``senders`` shares.
     """
 
     store: Store
@@ -119,7 +126,7 @@ class SenderContext:
 
 @dataclass(frozen=True)
 class ReceiverContext:
-    """Made by a receiver for its transports. At most ``slabs`` are under way at once; a destination may allow less."""
+    """What a receiver gives its transports. At most ``slabs`` slabs are under way; a destination may allow fewer."""
 
     store: Store
     backend: Backend
@@ -128,14 +135,19 @@ class ReceiverContext:
 
 @dataclass(frozen=True)
 class Transport:
-    """A way for a version's bytes: the class of its payload, its two ends, and facts.
+    """A way to transfer a version's bytes: the payload class, the two ends, and facts about them.
 
-    Code that treats transports differently reads these facts, and never a transport's name. ``keeps_versions`` False:
-    all receivers take part in each transfer, and commit together. True: a version is stored whole, the sender goes on,
-    and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout that packs every tensor
-    smaller than a slab. ``several_senders``: the ends can divide the slabs among senders. ``across_machines``: the ends
-    may be on different machines. ``forms_groups``: both ends join a process group. ``lends_device_memory``: receivers
-    open memory of the sender's device. ``stage`` is the name of ``send`` and ``receive`` in reports.
+    Code that treats transports differently reads these facts, and never a transport's name:
+
+    - ``keeps_versions``: a version is stored, the sender goes on, and each receiver fetches it when it is ready. If
+      False, all receivers take part in each transfer and commit together.
+    - ``packs_large_tensors``: the layout should pack all tensors smaller than a slab.
+    - ``several_senders``: the ends can divide the slabs among senders. The sender and ``hwrl train`` read it.
+    - ``across_machines``: the two ends may be on different machines. ``hwrl train`` reads it to place processes.
+    - ``forms_groups``: both ends join a process group. The conformance kit reads it.
+    - ``lends_device_memory``: receivers open memory of the sender's device. ``hwrl train`` and the kit read it.
+
+    ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
     payload: type[TransportPayload]
@@ -154,36 +166,36 @@ class Transport:
 
 
 class SenderRound:
-    """One attempt to bring a proposal to its receivers, seen from the sender."""
+    """One attempt to commit a proposal, seen from the sender."""
 
     def __init__(self, proposal: Proposal, channel: ControlChannel, membership: Membership) -> None:
         self.proposal = proposal
         self.seen: set[int] = set()
-        """The members seen ready for this round."""
+        """The members that have been ready in this round."""
         self.votes_counted = False
-        """Whether the votes are counted: no receiver uses the sender's memory."""
+        """Whether the votes were counted; from then on no receiver uses the sender's memory."""
         self._chapter = 0
         self._channel, self._membership = channel, membership
 
     def gone(self) -> list[int]:
-        """Return the receivers of this round that left or were replaced since it began.
+        """Return the receivers that have left or were replaced since the round began.
 
-        Raises TransferFailedError if another sender has taken over: its receivers are not for this one to exclude.
+        Raises TransferFailedError if another sender has taken over, because this one may then exclude nobody.
         """
         self._channel.check_epoch(self.proposal.epoch)
         self._membership.refresh()
         return [member for member in self.proposal.to if member not in self._membership.members]
 
     def wait_for_ready(self, timeout_s: float, *, new: Collection[int] = (), patience_s: float = 0.0) -> Sequence[int]:
-        """Wait for all receivers; return the late ones, or at once the gone ones.
+        """Wait until all receivers are ready; return the late ones. If some are gone, return these at once.
 
-        If only ``new`` ones are missing, wait for them until ``patience_s`` after the call, not longer.
+        If only ``new`` ones are late, wait for them no longer than ``patience_s`` after the call.
         """
         began_s = time.monotonic()
         late: Sequence[int] = self.proposal.to
         for late in self._look(self._missing_ready, timeout_s):
             self.seen.update(member for member in self.proposal.to if member not in late)
-            gone = self.gone()  # a receiver may have been ready, and was cancelled
+            gone = self.gone()  # it may have been ready and then cancelled
             if gone:
                 return gone
             if late and set(late) <= set(new) and time.monotonic() - began_s >= patience_s:
@@ -193,9 +205,9 @@ class SenderRound:
     def wait_for_votes(
         self, timeout_s: float, *, on_torn: Callable[[], object] | None = None, torn_s: float = math.inf
     ) -> Sequence[int]:
-        """Wait for all votes, except of receivers that are gone; return the silent members.
+        """Wait for the votes of all receivers that are not gone; return the members without a vote.
 
-        With a first "torn" vote the round cannot commit: call ``on_torn``, and wait at most ``torn_s`` longer.
+        After the first "torn" vote the round cannot commit, so call ``on_torn`` and wait at most ``torn_s`` longer.
         """
         silent: Sequence[int] = self.proposal.to
         torn_since_s: float | None = None
@@ -210,7 +222,7 @@ class SenderRound:
         return silent
 
     def end_chapter(self, note: ChapterNote) -> None:
-        """Tell the receivers what follows this chapter."""
+        """Tell the receivers whether another chapter follows."""
         self._chapter += 1
         self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), note.to_json())
 
@@ -220,7 +232,7 @@ class SenderRound:
             self._channel.forget_transport_note(self.proposal, _chapter_key(number))
 
     def tell(self, key: str, text: str) -> None:
-        """Write a transport note to all receivers."""
+        """Write a transport note for all receivers, under a key of the transport's choice."""
         self._channel.put_transport_note(self.proposal, _in_chapter(self._chapter, key), text)
 
     def tell_co_senders(self, key: str) -> None:
@@ -232,7 +244,7 @@ class SenderRound:
         return self._channel.wait_for_transport_note(self.proposal, key, timeout_s=timeout_s)
 
     def forget_co_sender_note(self, key: str) -> None:
-        """Delete a note to or from the co-senders."""
+        """Delete a note to the co-senders or from one of them."""
         self._channel.forget_transport_note(self.proposal, key)
 
     def has_votes(self) -> bool:
@@ -242,7 +254,7 @@ class SenderRound:
     def wait_for_all(self, key: str, *, timeout_s: float) -> None:
         """Wait until every receiver has written its transport note ``key``.
 
-        Raises CommError if one left or voted instead, CommTimeoutError if one is silent.
+        Raises CommError if a receiver left or voted instead, and CommTimeoutError after ``timeout_s``.
         """
 
         def missing(members: Sequence[int], slice_s: float) -> list[int]:
@@ -252,26 +264,26 @@ class SenderRound:
         late: Sequence[int] = ()
         for late in self._look(missing, timeout_s):
             stopped = late and (self.gone() or any(self._channel.vote(self.proposal, member) for member in late))
-            if stopped and missing(late, 0.0):  # a receiver may have written the note, and then its vote
+            if stopped and missing(late, 0.0):  # it may have written the note just before its vote
                 raise CommError(
                     "a receiver stopped reading",
-                    why=f"one of {late} left or failed before it wrote {key!r}",
-                    fix="look at its log; it continues with the version that it has",
+                    why=f"one of {late} left or voted before it wrote {key!r}",
+                    fix="look at its log",
                 )
         if late:
             raise CommTimeoutError(
-                "a receiver reads nothing",
+                "a receiver does not read",
                 why=f"{late} did not write {key!r} within {timeout_s:g} s",
-                fix="is it alive? give the sender a larger timeout_s if it is slow",
+                fix="check that it is alive; if it is slow, give the sender a larger timeout_s",
             )
 
     def forget(self, key: str, *, of_receivers: bool) -> None:
-        """Delete the transport note ``key`` of the receivers, or of the sender."""
+        """Delete the transport note ``key``: the receivers' or the sender's."""
         for member in self.proposal.to if of_receivers else [None]:
             self._channel.forget_transport_note(self.proposal, _in_chapter(self._chapter, key), member=member)
 
     def _look(self, missing: Callable[[Sequence[int], float], list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
-        """Yield the late members every half second, until none is late or ``timeout_s`` have passed."""
+        """Yield the late members every half second, until none is late or ``timeout_s`` has passed."""
         late: Sequence[int] = self.proposal.to
         waited_s = 0.0
         while late and waited_s < timeout_s:
@@ -293,40 +305,40 @@ class SenderRound:
 
 @dataclass(frozen=True)
 class ReceiverTiming:
-    """How a receiver waits: it looks at the store every ``look_s``, and grants a sender ``slack_s`` extra."""
+    """How a receiver waits: it checks the store every ``look_s``, and gives the sender ``slack_s`` more time."""
 
     look_s: float = 0.2
     slack_s: float = 10.0
 
 
 class Cancellation:
-    """Lets any thread end the receive of another one."""
+    """Lets any thread end the receive of another thread."""
 
     def __init__(self) -> None:
         self._requested = threading.Event()
 
     def request(self) -> None:
-        """Let the receive under way fail at its next check; the next one if none is under way."""
+        """Let the present receive fail at its next check, or the next receive if there is none."""
         self._requested.set()
 
     def reset(self) -> None:
-        """Let receives go on."""
+        """Forget the request."""
         self._requested.clear()
 
     @property
     def is_requested(self) -> bool:
-        """Whether another thread wants the receive to end."""
+        """Whether a thread has requested that the receive end."""
         return self._requested.is_set()
 
     def check(self) -> None:
-        """Raise CommAbortedError if another thread wants the receive to end."""
+        """Raise CommAbortedError if a thread has requested it."""
         if self.is_requested:
-            raise CommAbortedError("the receive was cancelled", why="its owner wanted it to end", fix="receive again")
+            raise CommAbortedError("the receive was cancelled", why="its owner called cancel()", fix="receive again")
 
 
 @dataclass(frozen=True)
 class MemberRound:
-    """One attempt to take a proposal, seen from one of its members."""
+    """One attempt to commit a proposal, seen from one of its members."""
 
     proposal: Proposal
     channel: ControlChannel
@@ -346,23 +358,23 @@ class MemberRound:
         return 1 + self.proposal.to.index(self.member)
 
     def is_newest(self) -> bool:
-        """Return whether the proposal is the newest one."""
+        """Return whether no newer proposal exists."""
         return self.channel.newest() == self.proposal.number
 
     def cast(self, vote: Vote) -> None:
-        """Vote."""
+        """Write this member's vote."""
         self.channel.cast_vote(self.proposal, self.member, vote)
 
     def wait_for_start(self) -> Start | None:
-        """Wait for the sender's answer to READY; None if the proposal ended without it."""
+        """Wait for the sender's answer to READY; return None if the proposal ended without it."""
         return self._wait(Note.START, self.channel.wait_for_start, self.limits.start_s)
 
     def wait_for_decision(self) -> Decision | None:
-        """Wait for the sender's decision; None if another proposal or sender came instead."""
+        """Wait for the sender's decision; return None if another proposal or sender has come instead."""
         return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
 
     def _wait(self, name: str, find: Callable[..., _Found | None], limit_s: float) -> _Found | None:
-        """Wait for a note of the sender; None if its decision, or another proposal or sender, came instead."""
+        """Wait for a note of the sender; return None if its decision, another proposal or another sender came first."""
         deadline = time.monotonic() + limit_s
         while True:
             left_s = deadline - time.monotonic()
@@ -372,13 +384,13 @@ class MemberRound:
                 return found
             self.cancellation.check()
             if self._is_over() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):
-                return find(self.proposal, timeout_s=0.0)  # the note may have come just before
+                return find(self.proposal, timeout_s=0.0)  # the note may have been written just before
             if left_s <= 0:
                 raise TransferFailedError(
-                    f"version {self.proposal.version} did not commit in {self.replica!r}",
+                    f"version {self.proposal.version} was not committed in {self.replica!r}",
                     why=f"the sender's {str(name)!r} did not come within {limit_s:g} s; its timeout_s is "
                     f"{self.proposal.timeout_s:g} s",
-                    fix="is the sender alive? this receiver continues with the version that it has",
+                    fix="check that the sender is alive, then receive again",
                 )
 
     def _is_over(self) -> bool:
@@ -389,7 +401,7 @@ class MemberRound:
 class ReceiverRound(MemberRound):
     """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock.
 
-    ``layout`` is that of chapter number ``chapter``; most versions have only chapter 0.
+    ``layout`` belongs to chapter number ``chapter``; most versions have only chapter 0.
     """
 
     layout: WeightLayout
@@ -397,17 +409,17 @@ class ReceiverRound(MemberRound):
     chapter: int = 0
 
     def further_chapters(self) -> Iterator[ReceiverRound]:
-        """Yield a round for each further layout of the version, when the sender begins it.
+        """Yield a round for each chapter after chapter 0, when the sender begins it.
 
-        Raises CommError if the sender broke off. Raises TransferFailedError or LayoutMismatchError if its note or the
-        layout is malformed.
+        Raises CommError if the sender has aborted the round. Raises TransferFailedError or LayoutMismatchError if the
+        sender's note or the layout is malformed.
         """
         for number in itertools.count(1):
             note = ChapterNote.read(self._wait_for_note(_chapter_key(number)))
             if note.kind is ChapterKind.END:
                 return
             if note.kind is ChapterKind.BROKEN_OFF:
-                raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
+                raise CommError("the sender aborted", why="it or another receiver failed", fix="look at its log")
             yield replace(self, layout=WeightLayout.from_json(note.layout), chapter=number)
 
     def tell(self, key: str) -> None:
@@ -415,11 +427,11 @@ class ReceiverRound(MemberRound):
         self.channel.put_transport_note(self.proposal, _in_chapter(self.chapter, key), "", member=self.member)
 
     def find_note(self, key: str) -> bytes | None:
-        """Return the sender's transport note ``key`` if it is there. One short wait."""
+        """Return the sender's transport note ``key`` if it exists, else None. One short round trip."""
         return self.channel.wait_for_transport_note(self.proposal, _in_chapter(self.chapter, key), timeout_s=0.0)
 
     def wait_for_note(self, key: str) -> bytes:
-        """Wait for the sender's transport note ``key``; raises CommError if the proposal ended without it."""
+        """Wait for the sender's transport note ``key``. Raises CommError if the proposal ends without it."""
         return self._wait_for_note(_in_chapter(self.chapter, key))
 
     def _wait_for_note(self, key: str) -> bytes:
@@ -431,7 +443,7 @@ class ReceiverRound(MemberRound):
             raise CommError(
                 "the sender gave up",
                 why=f"it decided about version {self.proposal.version} without writing {key!r}",
-                fix="look at the sender; this receiver continues with the version that it has",
+                fix="look at the sender's log, then receive again",
             )
         return found
 
@@ -441,5 +453,5 @@ def _chapter_key(number: int) -> str:
 
 
 def _in_chapter(number: int, key: str) -> str:
-    """Return the key of a transport's note. It begins with a digit, and keys of hwrl's own notes with a letter."""
+    """Return the key of a transport's note. It begins with a digit; keys of hwrl's own notes begin with a letter."""
     return f"{number}/{key}"
