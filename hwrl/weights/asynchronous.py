@@ -1,4 +1,4 @@
-"""Ends of a weight link for ``async`` code. Each has a thread in which the end of :mod:`hwrl.weights` is used."""
+"""The ends of a weight link for ``async`` code. Each has its own thread, which makes the blocking calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _AnyReceiver = TypeVar("_AnyReceiver", bound=_ReceivingEnd)
 
 
 class _EndThread:
-    """The thread of one end; its current device is that of the thread that made it."""
+    """The thread of one end. Its current device is the one of the thread that made it."""
 
     def __init__(self, backend: Backend) -> None:
         use_device = functools.partial(backend.set_device, backend.current_index())
@@ -50,7 +50,7 @@ class _EndThread:
     async def run(
         self, call: Callable[..., _Result], *args: Any, cancel: Callable[[], None] | None = None, **options: Any
     ) -> _Result:
-        """Run ``call`` in the thread. A cancelled wait calls ``cancel``, and waits for the end of the call."""
+        """Run ``call`` in the thread. If the await is cancelled, call ``cancel``, and wait until the call has ended."""
         work = asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args, **options))
         try:
             return await asyncio.shield(work)
@@ -58,14 +58,14 @@ class _EndThread:
             if cancel is not None and not work.done():
                 cancel()
             while not work.done():
-                with contextlib.suppress(asyncio.CancelledError):  # it is about to be raised
+                with contextlib.suppress(asyncio.CancelledError):  # the first one is raised below
                     await asyncio.wait([work])
             if not work.cancelled():
-                work.exception()  # it is the cancellation's result, and nobody else reads it
+                work.exception()  # retrieve it: it results from the cancellation, and asyncio would log it
             raise
 
     async def end(self, close: Callable[[], None]) -> None:
-        """Run ``close`` in the thread, and end the thread; does nothing if it has ended."""
+        """Run ``close`` in the thread, then end the thread. Does nothing if the thread has ended."""
         if self._ended:
             return
         self._ended = True
@@ -76,14 +76,14 @@ class _EndThread:
 
 
 class _AsyncEnd(Generic[_AnyEnd]):
-    """An end made with ``options`` by ``make``, and its thread. A context manager."""
+    """An end that ``make`` makes with ``options``, and its thread. A context manager."""
 
     def __init__(self, make: Callable[..., _AnyEnd], store: Store, options: Mapping[str, Any]) -> None:
         self._thread = _EndThread(backend_or_default(options.get("backend")))
         self._end = make(store, **options)
 
     async def close(self) -> None:
-        """Close the end of the link, and end its thread."""
+        """Close the end of the link and end its thread."""
         await self._thread.end(self._end.close)
 
     async def __aenter__(self: _Self) -> _Self:
@@ -102,15 +102,15 @@ class _AsyncReceivingEnd(_AsyncEnd[_AnyReceiver]):
         return self._end
 
     async def join(self) -> None:
-        """Request versions again, as :meth:`~hwrl.weights.WeightReceiver.join` does."""
+        """Join again; see :meth:`~hwrl.weights.WeightReceiver.join`."""
         await self._thread.run(self._end.join)
 
 
 class AsyncWeightSender(_AsyncEnd[WeightSender]):
     """A :class:`~hwrl.weights.WeightSender` for ``async`` code; takes the same options.
 
-    Calls run in one thread, one after the other, and ``weights`` are read there. A cancelled ``publish`` goes on to its
-    end first: the tensors are being read.
+    Calls run one after another in one thread, which also reads ``weights``. A cancelled ``publish`` still runs to its
+    end before the cancellation is raised, because it is reading the tensors.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
@@ -118,7 +118,7 @@ class AsyncWeightSender(_AsyncEnd[WeightSender]):
 
     @property
     def sender(self) -> WeightSender:
-        """The sender. Its ``version`` and ``remove`` may be used from any thread."""
+        """The sender. Any thread may use its ``version`` and ``remove``."""
         return self._end
 
     async def publish(
@@ -138,15 +138,15 @@ class AsyncWeightSender(_AsyncEnd[WeightSender]):
         await self._thread.run(self.sender.wait_for_receivers, receivers, timeout_s=timeout_s)
 
     async def release(self) -> None:
-        """Close the connections and free their device memory, as :meth:`~hwrl.weights.WeightSender.release` does."""
+        """Free the device memory; see :meth:`~hwrl.weights.WeightSender.release`."""
         await self._thread.run(self.sender.release)
 
 
 class AsyncWeightReceiver(_AsyncReceivingEnd[WeightReceiver]):
     """A :class:`~hwrl.weights.WeightReceiver` for ``async`` code; takes the same options.
 
-    A cancelled ``receive`` ends as :meth:`~hwrl.weights.WeightReceiver.cancel` says, within a fifth of a second while
-    it waits.
+    Cancelling ``receive`` calls :meth:`~hwrl.weights.WeightReceiver.cancel`. A receive that waits for a version ends
+    within a fifth of a second.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
@@ -167,10 +167,10 @@ class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
         super().__init__(StreamReceiver, store, options)
 
     async def stream(self, *, timeout_s: float = 60.0) -> AsyncIterator[NamedTensor]:
-        """Yield the newest version's tensors as they come; see :class:`~hwrl.weights.IncomingVersion`.
+        """Yield the newest version's tensors as they arrive; see :class:`~hwrl.weights.IncomingVersion`.
 
-        The iterator ends when the version is committed, and raises an error if it is not. Close an iterator that is not
-        read to its end (``aclose``): this ends the receive, as cancelling a wait for the next tensor does.
+        The iterator ends when the version is committed, and raises an error if it is not. Close an iterator before its
+        end with ``aclose``, which aborts the receive. Cancelling an await of the next tensor does the same.
         """
         incoming = await self._thread.run(self.receiver.stream, timeout_s=timeout_s)
         try:

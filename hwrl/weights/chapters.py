@@ -1,4 +1,4 @@
-"""Versions whose tensors are known only when they are read: they travel in chapters, each with a layout of its own."""
+"""Chapters: parts of a version whose tensors are known only when they are read. Each chapter has its own layout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hwrl.weights.layout import NamedTensor
 
 
 class Chapters:
-    """The tensors of an iterator, ``nbytes`` bytes or a tensor more at a time. Used by a sender.
+    """The tensors of an iterator, for a sender, in chapters of at least ``nbytes`` bytes each, except the last.
 
-    Tied tensors are sent each for itself: those of different chapters are not alive together.
+    Each name of a tied tensor is sent separately, because tensors of different chapters are not alive together.
     """
 
     def __init__(self, weights: Iterator[NamedTensor], *, nbytes: int) -> None:
@@ -21,18 +21,18 @@ class Chapters:
         self._next: NamedTensor | None = None
         self._described: dict[str, torch.Tensor] = {}
         self.read = 0
-        """How many chapters were read."""
+        """The number of chapters read so far."""
         self._next = next(weights, None)
         self.first = self.take()
-        """The tensors of chapter 0, until the next one is read."""
+        """The tensors of chapter 0. The sender empties this list before it reads the next chapter."""
 
     @property
     def ended(self) -> bool:
-        """Whether no tensor follows."""
+        """Whether all tensors were read."""
         return self._next is None
 
     def take(self) -> list[NamedTensor]:
-        """Read the next chapter; empty at the end. Raises LayoutMismatchError if a name comes twice."""
+        """Read and return the next chapter, empty at the end. Raises LayoutMismatchError if a name comes twice."""
         taken: list[NamedTensor] = []
         nbytes, self.read = 0, self.read + 1
         while self._next is not None and nbytes < self._nbytes:
@@ -44,7 +44,7 @@ class Chapters:
         return taken
 
     def metadata(self) -> Iterator[NamedTensor]:
-        """Yield the tensors read so far, on the meta device."""
+        """Return an iterator of the tensors read so far, on the meta device."""
         return iter(self._described.items())
 
     def _describe(self, name: str, tensor: torch.Tensor) -> None:
@@ -56,5 +56,5 @@ class Chapters:
 
 
 def on_meta(named: list[NamedTensor]) -> list[NamedTensor]:
-    """Return the names with meta tensors, so that no ties are found."""
+    """Return the same names with separate meta tensors, so that no two of them count as tied."""
     return [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in named]

@@ -1,4 +1,8 @@
-"""The place of every tensor in a model's stream of bytes: planned once, agreed once, then never sent again."""
+"""The weight layout: the offset of every tensor in a version's bytes, and its slabs.
+
+Sender and receivers agree on it once, by its hash; versions with the same layout bring no metadata. An iterator's first
+version has a layout for each chapter, and a layout for all its tensors is planned after it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its bytes begin at ``offset`` of the layout. A tied tensor shares the bytes of ``alias_of``."""
+    """One tensor. Its bytes begin at ``offset`` of the layout. A tied tensor shares the bytes of ``alias_of``."""
 
     name: str
     dtype: torch.dtype
@@ -50,7 +54,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at ``at`` in their slab; perhaps all of it."""
+    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at offset ``at`` of a slab.
+
+    ``whole`` says that they are all bytes of the tensor.
+    """
 
     entry: int
     start: int
@@ -61,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slab:
-    """Bytes ``offset`` to ``offset + nbytes`` of the layout: the content of one broadcast."""
+    """Bytes ``offset`` to ``offset + nbytes`` of the layout, which are transferred together."""
 
     offset: int
     nbytes: int
@@ -69,7 +76,7 @@ class Slab:
 
     @functools.cached_property
     def entries(self) -> tuple[int, ...]:
-        """The numbers of the pieces' tensors."""
+        """The number of each piece's tensor."""
         return tuple(piece.entry for piece in self.pieces)
 
 
@@ -77,17 +84,16 @@ class Slab:
 class WeightLayout:
     """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
 
-    There are two modes:
+    There are two kinds of layouts:
 
-    - Scattered tensors: a tensor of at least ``own_nbytes`` (at most a slab) has slabs of its own, so it can be sent
-      from where it lies. Smaller ones share slabs.
-    - Flat tensors, one behind the other in one storage: they share slabs whatever their size, and a slab can be sent
-      from where it lies. These slabs are twice as large.
+    - For separate tensors. A tensor of at least ``own_nbytes`` (at most a slab) gets slabs of its own, so it can be
+      sent in place. Smaller tensors share slabs.
+    - Flat, for tensors that are contiguous in one storage. They share slabs whatever their size, and each slab can be
+      sent in place. These slabs are twice as large.
 
-    Tensors that share a slab begin there at multiples of ``alignment`` bytes. A tensor larger than a slab is divided by
-    bytes. Tensors of one storage, offset, shape and stride (tied weights) take their bytes once. A slab of small
-    tensors stays open while large ones pass, so slabs are in the order in which they close. Immutable; equal layouts
-    have equal hashes.
+    Tensors in a shared slab begin at multiples of ``alignment`` bytes. A tensor larger than a slab is divided by bytes.
+    Tied tensors (same storage, offset, shape and stride) are counted once. A slab of small tensors stays open while
+    large tensors follow, so slabs are in the order of their last tensor. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -111,38 +117,37 @@ class WeightLayout:
         own_nbytes: int = OWN_NBYTES,
         flat: bool = False,
     ) -> WeightLayout:
-        """Plan the layout of ``named`` tensors, in their order. Meta tensors are enough: values are not read.
+        """Plan the layout of the ``named`` tensors, in their order. Values are not read, so meta tensors are enough.
 
-        ``flat`` plans a storage yet to be made, for :meth:`views`: tensors one behind the
-        other, and slabs of any of them.
+        ``flat`` plans a flat layout for meta tensors. Allocate its storage later, and get the tensors by :meth:`views`.
         """
-        tensors = list(named)  # all alive at once: a freed tensor's address would look like a tie
+        tensors = list(named)  # keep all alive: the address of a freed tensor could be used again and look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
-        lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat or lying is not None:
-            # These slabs are usually sent in place, so they take twice the size. A slot of a ring is then twice as
-            # large, too: the other end may need one.
-            return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
+        flat_alignment = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
+        if flat or flat_alignment is not None:
+            # Slabs sent in place cost no ring memory, so they can be twice as large. But the receiver may need a ring
+            # with slots of this size.
+            return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, flat_alignment or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes), ALIGNMENT_NBYTES)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightLayout:
-        """Read what :meth:`to_json` wrote; raises LayoutMismatchError for anything else, however malformed."""
+        """Read the text of :meth:`to_json`. Raises LayoutMismatchError for any other text."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise _malformed(f"it is no JSON ({type(exc).__name__})") from exc
+            raise _malformed(f"it is not JSON ({type(exc).__name__})") from exc
         if not isinstance(found, dict) or found.keys() != {"format", *_KEYS, "tensors"}:
-            raise _malformed(f"it has other keys than format, {', '.join(_KEYS)} and tensors")
+            raise _malformed(f"its keys are not format, {', '.join(_KEYS)} and tensors")
         if found["format"] != _FORMAT:
             raise _malformed(f"its format is {found['format']!r}, and this hwrl reads format {_FORMAT}")
         if not isinstance(found["tensors"], list):
-            raise _malformed("tensors is no list")
+            raise _malformed("tensors is not a list")
         return _build([_row(item) for item in found["tensors"]], *(found[key] for key in _KEYS))
 
     def to_json(self) -> str:
-        """Return the layout as canonical JSON: equal layouts give equal text."""
+        """Return the layout as canonical JSON, so that equal layouts give equal text."""
         tensors = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.alias_of] for e in self.entries]
         sizes = {key: getattr(self, key) for key in _KEYS}
         return json.dumps({"format": _FORMAT, **sizes, "tensors": tensors}, separators=(",", ":"))
@@ -154,12 +159,12 @@ class WeightLayout:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """The size of a flat buffer for the whole layout, gaps between tensors included."""
+        """The size of a flat buffer for the whole layout, including gaps between tensors."""
         return self.slabs[-1].offset + self.slabs[-1].nbytes if self.slabs else 0
 
     @functools.cached_property
     def payload_nbytes(self) -> int:
-        """The bytes of the tensors themselves, tied ones once."""
+        """The bytes of the tensors themselves, counting tied tensors once."""
         return sum(entry.nbytes for entry in self.entries if entry.alias_of is None)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -170,14 +175,14 @@ class WeightLayout:
 
 
 def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """Return ``raw``, the bytes of ``entry``, as its dtype and shape."""
+    """Return ``raw``, the bytes of ``entry``, as a tensor of its dtype and shape."""
     return raw.view(entry.dtype).view(entry.shape)
 
 
 def find_ties(named: Iterable[NamedTensor]) -> dict[str, str]:
     """Return, for each tensor with the same memory as an earlier one, the earlier one's name.
 
-    A meta tensor has no memory; names of one meta tensor are tied.
+    A meta tensor has no memory, so two names are tied if they have the same tensor object.
     """
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
@@ -198,11 +203,11 @@ _Row = tuple[str, torch.dtype, tuple[int, ...], str | None]
 
 def _build(rows: list[_Row], slab_nbytes: Any, own_nbytes: Any, alignment: Any) -> WeightLayout:
     if not _is_count(slab_nbytes) or slab_nbytes == 0 or slab_nbytes % ALIGNMENT_NBYTES:
-        raise _malformed(f"slab_nbytes is {slab_nbytes!r}, no positive multiple of {ALIGNMENT_NBYTES}")
+        raise _malformed(f"slab_nbytes is {slab_nbytes!r}, not a positive multiple of {ALIGNMENT_NBYTES}")
     if not _is_count(own_nbytes):
         raise _malformed(f"own_nbytes is {own_nbytes!r}")
     if alignment not in _ALIGNMENTS:
-        raise _malformed(f"alignment is {alignment!r}, none of {_ALIGNMENTS}")
+        raise _malformed(f"alignment is {alignment!r}, not one of {_ALIGNMENTS}")
     planner = _Planner(slab_nbytes, own_nbytes, alignment)
     for row in rows:
         planner.add(*row)
@@ -210,7 +215,7 @@ def _build(rows: list[_Row], slab_nbytes: Any, own_nbytes: Any, alignment: Any) 
 
 
 class _Planner:
-    """Gives each tensor its place. Slabs get their offsets when they are closed; one of small tensors stays open."""
+    """Gives each tensor its offset. A slab gets its own offset when it is closed; one with small tensors stays open."""
 
     def __init__(self, slab_nbytes: int, own_nbytes: int, alignment: int) -> None:
         self._slab_nbytes, self._own_nbytes, self._alignment = slab_nbytes, own_nbytes, alignment
@@ -245,7 +250,7 @@ class _Planner:
         target = self._entries.get(entry.alias_of or "")
         if target is None or target.alias_of is not None or (target.dtype, target.shape) != (entry.dtype, entry.shape):
             raise _malformed(
-                f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which is no earlier tensor of its kind"
+                f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which is not an earlier tensor of its kind"
             )
 
     def _place(self, entry: Entry, index: int) -> None:
@@ -269,7 +274,7 @@ class _Planner:
         return offset + -offset % self._alignment
 
     def _close(self, pieces: list[Piece]) -> None:
-        """Make a slab of ``pieces``, and empty the list."""
+        """Make a slab of ``pieces`` and empty the list."""
         if not pieces:
             return
         begin = self._aligned(self._end)
@@ -280,17 +285,17 @@ class _Planner:
 
 
 def _flat_alignment(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Return the alignment of ``tensors`` that lie one behind the other in one storage; None if they lie otherwise."""
+    """Return the alignment of ``tensors`` if they are contiguous in one storage, else None."""
     whole = [tensor for tensor in tensors if tensor.numel()]
     if len(whole) < 2 or whole[0].device.type == "meta" or not all(tensor.is_contiguous() for tensor in whole):
         return None
     base = whole[0].data_ptr()
     if base % _ALIGNMENTS[-1] or len({tensor.untyped_storage().data_ptr() for tensor in whole}) > 1:
         return None
-    return next((alignment for alignment in _ALIGNMENTS if _lie_at(whole, base, alignment)), None)
+    return next((alignment for alignment in _ALIGNMENTS if _are_contiguous_at(whole, base, alignment)), None)
 
 
-def _lie_at(tensors: Sequence[torch.Tensor], base: int, alignment: int) -> bool:
+def _are_contiguous_at(tensors: Sequence[torch.Tensor], base: int, alignment: int) -> bool:
     offset = 0
     for tensor in tensors:
         offset += -offset % alignment
@@ -305,12 +310,12 @@ def _row(item: Any) -> _Row:
         raise _malformed(f"{_shown(item)} is not name, dtype, shape and tie")
     name, dtype, shape, alias_of = item
     if not isinstance(name, str) or not (alias_of is None or isinstance(alias_of, str)):
-        raise _malformed(f"{_shown(item)} has a name that is no text")
+        raise _malformed(f"{_shown(item)} has a name that is not a string")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _malformed(f"tensor {name!r} has dtype {_shown(dtype)}, which this torch cannot send")
     if not isinstance(shape, list) or len(shape) > 64 or not all(_is_count(length) for length in shape):
         raise _malformed(f"tensor {name!r} has shape {_shown(shape)}")
-    if math.prod(length for length in shape if length) > _MAX_NBYTES:  # an empty tensor's strides must fit too
+    if math.prod(length for length in shape if length) > _MAX_NBYTES:  # the strides of an empty tensor must fit, too
         raise _malformed(f"tensor {name!r} has shape {_shown(shape)}")
     return name, _DTYPES[dtype], tuple(shape), alias_of
 
@@ -324,4 +329,4 @@ def _shown(value: Any) -> str:
 
 
 def _malformed(why: str) -> LayoutMismatchError:
-    return LayoutMismatchError("this is no weight layout", why=why, fix="use the same hwrl on both sides")
+    return LayoutMismatchError("this is not a weight layout", why=why, fix="use the same hwrl on both sides")

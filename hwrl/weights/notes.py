@@ -1,4 +1,4 @@
-"""Typed notes of a round, beside the messages of its commit: of further chapters, and of co-senders."""
+"""Typed notes of a round, in addition to the messages of its commit: about chapters, and of co-senders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ChapterKind(StrEnum):
     NEXT = "next"
     """Another chapter."""
     END = "end"
-    """Nothing: all tensors were sent."""
+    """No chapter follows, because all tensors were sent."""
     BROKEN_OFF = "broken off"
-    """Nothing: the sender has ended the round."""
+    """No chapter follows, because the sender has aborted the round."""
 
 
 @dataclass(frozen=True)
 class ChapterNote:
-    """The sender's note after a chapter; ``layout`` is the next chapter's, as JSON, and empty if there is none."""
+    """The sender's note after a chapter. ``layout`` is the layout of the next chapter as JSON, or empty."""
 
     kind: ChapterKind
     layout: str = ""
@@ -41,14 +41,14 @@ class ShareKind(StrEnum):
 
     SENT = "sent"
     LOST = "lost"
-    """The transfer broke, perhaps by a receiver; another round may succeed."""
+    """The transfer broke, perhaps because of a receiver. Another round may succeed."""
     FAILED = "failed"
-    """The co-sender raised an error of its own."""
+    """The co-sender itself raised an error."""
 
 
 @dataclass(frozen=True)
 class ShareReport:
-    """A co-sender's report to rank 0 about its share of a round; ``why`` is for people."""
+    """A co-sender's report to rank 0 about its share of a round; ``why`` is a human-readable reason."""
 
     kind: ShareKind
     why: str = ""
@@ -64,8 +64,8 @@ class ShareReport:
 
 
 class ShareKey(StrEnum):
-    """The keys of the notes between rank 0 and its co-senders; a report's key ends with the number of the share."""
+    """The keys of the notes between rank 0 and its co-senders. The key of a report ends with the share's number."""
 
     REPORT = "share"
     STOP = "stop"
-    """Its presence ends the round for the co-senders."""
+    """Rank 0 writes it to end the round for the co-senders; its text does not matter."""

@@ -1,4 +1,4 @@
-"""Sources that several ranks read together: :class:`SharedReads`."""
+"""Weight sources that several ranks read together: :class:`SharedReads`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _END: dict[str, Any] = {}
 
 
 class RoundFollower(Protocol):
-    """Another rank's part in a round of a link: :class:`~hwrl.weights.CoSender`."""
+    """What :meth:`SharedReads.follow` calls for each round of a link: a :class:`~hwrl.weights.CoSender`."""
 
     def take_part(self, number: int, reading: FollowerRead) -> None:
-        """Take part in the round of proposal ``number``, and exhaust ``reading``."""
+        """Take part in the round of proposal ``number``, and read ``reading`` to its end."""
 
     def release(self) -> None:
         """Close the connections and free the device memory."""
 
 
 class SharedReads:
-    """Sources that all ranks of ``group`` must read together, for example shards of one model.
+    """Sources that all ranks of ``group`` must read together, for example because each rank has shards of one model.
 
-    The first rank gives ``sources`` to a sender inside the context; a transfer may read them several times or not at
-    all. The other ranks :meth:`follow` until the first rank leaves the context. ``group`` None means this rank alone.
+    Rank 0 passes one of ``sources`` to a sender, inside the context; a transfer may read it several times or not at
+    all. The other ranks call :meth:`follow`, which returns when rank 0 leaves the context. ``group`` None means one
+    rank.
     """
 
     def __init__(self, sources: Sequence[WeightSource], group: Group | None) -> None:
@@ -48,10 +49,11 @@ class SharedReads:
         )
 
     def follow(self, co_senders: Mapping[str, RoundFollower] | None = None) -> None:
-        """Take part in each read of the first rank, until it leaves the context. Blocks.
+        """Take part in each read that rank 0 begins, until it leaves the context. Blocks.
 
-        ``co_senders`` has this rank's part in the links with several senders, by the link's name. Raises their errors
-        when the first rank has left the context, and at once if they did not read all: the ranks are then out of step.
+        ``co_senders`` maps the names of links with several senders to this rank's co-senders. Raises the first error of
+        a co-sender when rank 0 has left the context. An error is raised at once if this rank did not read to the end,
+        because the ranks are then out of step.
         """
         failure: Exception | None = None
         while message := self._exchange(_END):
@@ -82,7 +84,7 @@ class SharedReads:
         try:
             self._tell(_END)
         except CommError:
-            if exc is None:  # else its cause is known already
+            if exc is None:  # otherwise exc is the cause
                 raise
 
     def release(self, link: str) -> None:
@@ -90,11 +92,11 @@ class SharedReads:
         self._tell({"release": link})
 
     def tensors(self, numbers: Sequence[int], gatherers: Gatherers | None) -> Iterator[NamedTensor]:
-        """Yield this rank's tensors of the sources ``numbers``; every rank must exhaust this together."""
+        """Yield this rank's tensors of the sources ``numbers``. All ranks must read this to its end together."""
         for number in numbers:
             weights = iter(self._originals[number])
             while True:
-                with gathering_to(gatherers):  # not around a yield: the caller's context would have it, too
+                with gathering_to(gatherers):  # only around next: a yield would set it for the caller, too
                     pair = next(weights, None)
                 if pair is None:
                     break
@@ -102,15 +104,15 @@ class SharedReads:
 
     @property
     def ranks(self) -> int:
-        """How many ranks read together."""
+        """The number of ranks that read together."""
         return 1 if self.group is None else self.group.size
 
     def read(
         self, numbers: Sequence[int], gatherers: Gatherers | None = None, in_round: tuple[str, int] | None = None
     ) -> Iterator[NamedTensor]:
-        """Yield the first rank's tensors of the sources ``numbers``, while the other ranks follow.
+        """Yield rank 0's tensors of the sources ``numbers``, while the other ranks follow.
 
-        ``in_round`` is a link and the number of its proposal: the co-senders of the link take part.
+        ``in_round`` is the name of a link and the number of its proposal, if co-senders take part.
         """
         self._tell({"reads": numbers, "round": in_round})
         weights = self.tensors(numbers, gatherers)
@@ -118,7 +120,7 @@ class SharedReads:
             for pair in weights:  # noqa: UP028 - delegating would close the iterator before it is drained
                 yield pair
         finally:
-            for _ in weights:  # the reader stopped early, and the other ranks gather to the end
+            for _ in weights:  # if the reader stopped early, because the other ranks gather to the end
                 pass
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -126,14 +128,14 @@ class SharedReads:
             self._exchange(message)
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Broadcast the first rank's message, _END at the end; return it. The first rank does not wait for others."""
+        """Broadcast rank 0's message and return it; _END is the last. Rank 0 does not wait for the others."""
         if self.group is None:
             return message
         text = json.dumps(message).encode()
         if len(text) > _MESSAGE_NBYTES:
             raise ConfigError(
                 "the name of a weight link is too long",
-                why=f"{message} has {len(text)} bytes, and ranks exchange {_MESSAGE_NBYTES}",
+                why=f"{message} has {len(text)} bytes, and the limit is {_MESSAGE_NBYTES}",
                 fix="use a shorter name",
             )
         words = torch.frombuffer(bytearray(text.ljust(_MESSAGE_NBYTES)), dtype=torch.uint8)
@@ -146,14 +148,14 @@ class SharedReads:
 
 
 class FollowerRead:
-    """One read that the first rank has begun, seen from another rank. Exhaust it, or call :meth:`finish`."""
+    """A read that rank 0 has begun, seen from another rank. Read it to its end, or call :meth:`finish`."""
 
     def __init__(self, reads: SharedReads, numbers: Sequence[int]) -> None:
-        assert reads.group is not None, "a rank alone follows nobody"
+        assert reads.group is not None, "a single rank follows nobody"
         self._reads, self._numbers = reads, numbers
         self.rank, self.ranks = reads.group.rank, reads.group.size
         self.complete = False
-        """Whether all was read: this rank has sent and received all its shards."""
+        """Whether this rank has read to the end, so that it has sent and received all its shards."""
 
     def tensors(self, gatherers: Gatherers | None = None) -> Iterator[NamedTensor]:
         """Yield the tensors gathered to this rank."""
@@ -161,7 +163,7 @@ class FollowerRead:
         self.complete = True
 
     def finish(self) -> None:
-        """Read all."""
+        """Read to the end."""
         for _ in self.tensors():
             pass
 
@@ -171,14 +173,14 @@ def _of_link(link: str, co_senders: Mapping[str, RoundFollower] | None) -> Round
     if found is None:
         raise ConfigError(
             f"this rank has no co-sender of link {link!r}",
-            why="the first rank sends with several senders, and the others must take part",
-            fix="give follow() a CoSender for each link of the first rank's senders",
+            why="rank 0 sends with several senders, and the other ranks must take part",
+            fix="give follow() a CoSender for each link with several senders",
         )
     return found
 
 
 class SharedWeights(SharedReads):
-    """An engine's weights as shared reads: ``model``, the whole model or an adapter's base, and the ``adapter``."""
+    """The weights of an engine as shared reads: ``model`` (whole, or an adapter's base) and ``adapter``."""
 
     model: WeightSource
     adapter: WeightSource

@@ -9,7 +9,7 @@ from hwrl.weights.source import Gatherers
 
 
 def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
-    """Return the ranks that send, the first one and others at equal distances: on as many hosts as possible.
+    """Return the ranks that send: rank 0 and others at equal distances, so that they are on as many hosts as possible.
 
     >>> sender_ranks(2, 8), sender_ranks(3, 4)
     ((0, 4), (0, 1, 2))
@@ -18,10 +18,10 @@ def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
 
 
 def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
-    """Return the number of the share of each slab. A slab joins the share with the fewest bytes so far.
+    """Return, for each slab, the number of the share that has it: the share with the fewest bytes so far.
 
-    So the shares are equal but for a slab, up to every point of the layout: all senders work at the same time, and
-    none needs tensors far ahead of the others.
+    So at every point of the layout the shares differ by one slab at most. All senders work at the same time, and none
+    needs tensors far ahead of the others.
     """
     nbytes = [0] * senders
     shares = []
@@ -33,9 +33,10 @@ def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
 
 
 class Shares:
-    """Which of several senders sends which slabs, and the tensors that it needs. ``ranks`` has each sender's rank.
+    """The division of a layout's slabs among several senders, and the tensors that each of them needs.
 
-    Share 0 also has the tensors without bytes of their own slab: empty ones.
+    ``ranks`` has the rank of each sender, by the number of its share. Share 0 also has the tensors that are in no slab,
+    which are empty.
     """
 
     def __init__(self, layout: WeightLayout, ranks: Sequence[int]) -> None:
@@ -55,7 +56,7 @@ class Shares:
         return tuple(number for number, shares in enumerate(self._of_entry) if share in shares)
 
     def names_beside(self, share: int) -> frozenset[str]:
-        """Return the names of the tensors that only other shares need."""
+        """Return the names of the tensors that other shares need and ``share`` does not."""
         pairs = zip(self._layout.entries, self._of_entry, strict=True)
         return frozenset(entry.name for entry, shares in pairs if share not in shares)
 

@@ -1,4 +1,7 @@
-"""Slabs: read the tensors of each slab, pack them, and sum the bytes; a ring of them, for both sides."""
+"""The work on slabs: read the tensors of each slab, pack them into a ring, and compute checksums.
+
+Both ends use the ring: a sender packs into it, and a receiver receives into it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, v
 from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource, drain
 
-# Tensors are copied as integers of the same item size: a batched copy of small floats goes through a wider type, which
-# may change the bits of a NaN. torch has no integer of 16 bytes, but it copies complex128 without a conversion.
+# Tensors are copied as integers of their item size. A batched copy of small floats goes through a wider type, which may
+# change the bits of a NaN. torch has no integer of 16 bytes, but it copies complex128 without a conversion.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -29,8 +32,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 class TensorReader:
     """Reads ``source`` once, in the layout's order and only as far as needed, and checks each tensor.
 
-    With several senders only the tensors of ``share`` are expected. Costs a microsecond a tensor: mixtures of experts
-    have tens of thousands.
+    With several senders it expects only the tensors of ``share``. It takes a microsecond for each tensor, because
+    mixtures of experts have tens of thousands.
     """
 
     def __init__(
@@ -39,25 +42,25 @@ class TensorReader:
         self.layout, self._source = layout, source
         self._numbers = range(len(layout.entries)) if shares is None else shares.entries_of(share)
         self._others = frozenset[str]() if shares is None else shares.names_beside(share)
-        self._iteration: Iterator[NamedTensor] | None = None  # None: not begun, and then close() reads nothing
+        self._iteration: Iterator[NamedTensor] | None = None  # None before the first read; then close() reads nothing
         self.source_holds = source.holds_tensors
         """Whether the caller keeps all tensors alive until the transfer ends."""
         self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
-        self._next = 0  # an index of _numbers
-        self._divided: int | None = None  # the tensor that continues behind the slab before
-        # Keeps the tensors, not their addresses: a freed tensor's address can be used again.
+        self._next = 0  # index into _numbers
+        self._divided: int | None = None  # the tensor that the next slab continues
+        # Keeps the tensors and not their addresses, because a freed tensor's address can be used again.
         self._tied_to: dict[str, torch.Tensor | None] = {
             entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
         }
 
     def tensors_of(self, slab: Slab) -> list[torch.Tensor]:
-        """Return the tensors of ``slab``'s pieces. Call it once for each slab, in order.
+        """Return the tensors of the pieces of ``slab``. Call it once for each slab, in order.
 
-        Holds a tensor until its last slab was returned; with several senders, until a slab of other tensors is wanted.
+        Holds a tensor until its last slab was returned or, with several senders, until a slab without it is requested.
         Raises LayoutMismatchError, with the first difference, if the tensors are not the planned ones.
         """
         if self._divided is not None and self._divided not in slab.entries:
-            self._tensors[self._divided] = None  # its last slab is another sender's
+            self._tensors[self._divided] = None  # another sender has its last slab
         if self._next < len(self._numbers) and self._numbers[self._next] <= slab.entries[-1]:
             self._read(slab.entries[-1] + 1)
         tensors = [self._tensors[index] for index in slab.entries]
@@ -74,22 +77,22 @@ class TensorReader:
         return self._iteration is not None
 
     def begin(self) -> None:
-        """Count the source as begun: :meth:`close` reads it to its end."""
+        """Begin reading, so that :meth:`close` reads the source to its end."""
         self._iterator()
 
     def read_ahead(self) -> None:
-        """Read and check all tensors now if the source holds them: errors then show before anything is sent."""
+        """Read and check all tensors now if the source holds them, so that errors come before anything is sent."""
         if self.source_holds:
             self.finish()
 
     def finish(self) -> None:
-        """Read the tensors after the last slab (tied and empty ones); raise LayoutMismatchError if more follow."""
+        """Read the tensors after the last slab, which are tied or empty. Raises LayoutMismatchError if more follow."""
         self._read(len(self.layout.entries))
         if next(self._iterator(), None) is not None:
             raise _changed(f"{len(self._numbers)} tensors were planned and more came")
 
     def close(self) -> None:
-        """Drop the tensors. If the source was begun, read it to its end."""
+        """Drop the tensors. If reading has begun, read the source to its end."""
         self._tensors = []
         self._tied_to = {}
         iteration, self._iteration = self._iteration, None
@@ -139,10 +142,10 @@ def _changed(why: str) -> LayoutMismatchError:
 
 
 class Waitable(Protocol):
-    """An operation under way: a :class:`~hwrl.comm.Pending`, or an event of the backend."""
+    """An operation under way: a :class:`~hwrl.comm.Pending` or an event of the backend."""
 
     def wait(self) -> None:
-        """Finish the operation, or order this thread's stream after it."""
+        """Order this thread's current stream after the operation; without streams, block until it is done."""
 
 
 @dataclass
@@ -155,7 +158,10 @@ class _RingSlot:
 
 @dataclass(frozen=True)
 class SlabLease:
-    """The bytes of slab ``index`` (1-d uint8): the tensors' own memory, or a ring slot until the ring reuses it."""
+    """The bytes of slab ``index`` (1-d uint8): memory of the tensors themselves, or a ring slot.
+
+    A slot belongs to the lease until the ring leases it again.
+    """
 
     index: int
     memory: torch.Tensor
@@ -164,12 +170,12 @@ class SlabLease:
 
     @property
     def copied(self) -> bool:
-        """Whether ``memory`` is a ring slot: tensors are copied into it or out of it."""
+        """Whether ``memory`` is a ring slot, so that tensors are copied into it or out of it."""
         return self._slot is not None
 
     def views(self, make: Callable[[torch.Tensor], list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
-        """Return views of the ring slot for this slab. ``make`` makes them from the slot's memory, once."""
-        assert self._slot is not None, "tensors' own memory needs no views"
+        """Return views of the ring slot for this slab. ``make`` makes them from the slot's memory at the first call."""
+        assert self._slot is not None, "memory of the tensors themselves needs no views"
         if self.index not in self._slot.views:
             self._slot.views[self.index] = make(self._slot.memory)
         return self._slot.views[self.index]
@@ -177,8 +183,8 @@ class SlabLease:
     def in_use_until(self, pending: Waitable) -> None:
         """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
 
-        On a device with streams this wait orders the packing after the operation and does not stop the host. Raises
-        WeightsError if the slot was leased again meanwhile: a broadcast of it would carry another slab's bytes.
+        On a device with streams the wait orders the stream and does not block the host. Raises WeightsError if the slot
+        was leased again meanwhile, because ``pending`` would then read or write another slab's bytes.
         """
         if self._slot is None:
             return
@@ -186,18 +192,18 @@ class SlabLease:
             raise WeightsError(
                 f"slab {self.index} is no longer in the ring",
                 why=f"its slot is at generation {self._slot.generation}, the lease at {self._generation}",
-                fix="broadcast each lease before taking the next ones",
+                fix="use each lease before taking the next ones",
             )
         self._slot.in_use = pending
 
 
 class SlabRing:
-    """A ring of ``slabs`` preallocated slabs on the device: tensors are sent from it and received into it.
+    """A ring of ``slabs`` slots on the device, for slabs to be sent or received.
 
-    A slab is sent without a copy if its tensors already lie in memory as the layout says: one contiguous tensor, a
-    part of one, or several tensors of a flat storage. Other slabs are packed, by one batched copy for each item size.
-    Memory is allocated at the first need and reused. After that nothing is allocated, except a
-    temporary for each tensor that is larger than a slab and not contiguous.
+    A slab is sent in place, without a slot, if its tensors are in memory as in the layout: one contiguous tensor, a
+    part of one, or several tensors of a flat storage. Other slabs are packed into a slot by one batched copy for each
+    item size. Memory is allocated when it is first needed, and reused. Later nothing is allocated, except a temporary
+    for a tensor that is larger than a slab and not contiguous.
     """
 
     def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
@@ -208,7 +214,7 @@ class SlabRing:
         self._groups_of: dict[int, list[tuple[torch.dtype, list[int]]]] = {}
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
-        """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are those of the slab's pieces."""
+        """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are the tensors of the slab's pieces."""
         in_place = self._in_place(self.layout.slabs[index], tensors)
         if in_place is not None:
             return SlabLease(index, in_place)
@@ -220,12 +226,12 @@ class SlabRing:
         return lease
 
     def lease(self, index: int) -> SlabLease:
-        """Return a ring slot for slab ``index``."""
+        """Return a ring slot for slab ``index``, when the operation that uses it is done."""
         slot = self._next_slot(index)
         return SlabLease(index, slot.memory[: self.layout.slabs[index].nbytes], slot, slot.generation)
 
     def use(self, layout: WeightLayout) -> None:
-        """Take slabs of ``layout`` from now on. The memory stays if its slabs are no larger than slabs were so far."""
+        """Take the slabs of ``layout`` from now on. The memory is kept if no slab is larger than those so far."""
         if layout is self.layout:
             return
         self.layout = layout
@@ -238,19 +244,19 @@ class SlabRing:
                 slot.views.clear()
 
     def release(self) -> None:
-        """Free the ring's memory; no operation may use it. The next lease allocates it again."""
+        """Free the ring's memory, which no operation may be using. The next lease allocates it again."""
         self._slots = [None] * len(self._slots)
 
     def forget_pending(self) -> None:
-        """Forget the operations under way: their group is closed, and waiting for them would only fail."""
+        """Forget the operations under way. Their group was closed, so waiting for them would only fail."""
         for slot in self._slots:
             if slot is not None:
                 slot.in_use = None
 
     def _in_place(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the slab as memory of ``tensors``, None if they lie otherwise.
+        """Return the slab as memory of ``tensors``, or None if they are not in memory as in the slab.
 
-        Bytes between the tensors may belong to others.
+        Bytes between the tensors may belong to other tensors.
         """
         first = slab.pieces[0]
         begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
@@ -272,7 +278,7 @@ class SlabRing:
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
     def _next_slot(self, index: int) -> _RingSlot:
-        # Each transfer begins with the same slot, so that each slab finds the views made for it.
+        # Each transfer begins with the same slot, so that each slab finds the views that were made for it.
         self._last_slot = 0 if index <= self._last_slab else (self._last_slot + 1) % len(self._slots)
         self._last_slab, number = index, self._last_slot
         slot = self._slots[number]
@@ -280,14 +286,14 @@ class SlabRing:
             self._slot_nbytes = self._slot_nbytes or _slot_nbytes(self.layout)
             memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
-        in_use, slot.in_use = slot.in_use, None  # another thread may forget it, to end the transfer
+        in_use, slot.in_use = slot.in_use, None  # another thread may forget it meanwhile, to abort the transfer
         if in_use is not None:
             in_use.wait()
         slot.generation += 1
         return slot
 
     def _groups(self, index: int) -> list[tuple[torch.dtype, list[int]]]:
-        """Return the pieces of slab ``index`` that are copied together, with the integer type to copy them as."""
+        """Return the pieces of slab ``index`` in groups for batched copies, each with the integer type to copy as."""
         if index not in self._groups_of:
             groups: dict[torch.dtype, list[int]] = {}
             for number, piece in enumerate(self.layout.slabs[index].pieces):
@@ -297,7 +303,7 @@ class SlabRing:
         return self._groups_of[index]
 
     def _views(self, memory: torch.Tensor, index: int) -> list[list[torch.Tensor]]:
-        """Return the pieces of slab ``index`` as views of a slot's ``memory``, in one list for each item size."""
+        """Return the pieces of slab ``index`` as views of a slot's ``memory``, one list for each item size."""
         pieces, entries = self.layout.slabs[index].pieces, self.layout.entries
         raw = [memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
         shaped = [
@@ -309,7 +315,7 @@ class SlabRing:
 
 def _slot_nbytes(layout: WeightLayout) -> int:
     largest = max((slab.nbytes for slab in layout.slabs), default=0)
-    return largest + -largest % max(INTEGERS)  # for views as any dtype
+    return largest + -largest % max(INTEGERS)  # so that it can be viewed as any dtype
 
 
 def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
@@ -318,18 +324,18 @@ def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.T
     return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
 
 
-# -- sum ------------------------------------------------------------------------------------------------------------
+# -- checksums ------------------------------------------------------------------------------------------------------
 
 _ROW_WORDS = 4096
-_ROW_NBYTES = 8 * _ROW_WORDS  # 32 KiB: long enough to sum at memory speed, short enough to locate damage
-_ODD = 0x1E3779B97F4A7C15  # any large odd number: multiplying by it loses no bit modulo 2**64
+_ROW_NBYTES = 8 * _ROW_WORDS  # 32 KiB: long enough to sum at the memory's speed, short enough to locate damage
+_ODD = 0x1E3779B97F4A7C15  # any large odd number, because multiplying by it loses no bit modulo 2**64
 
 
 class Checksums:
-    """One 64-bit sum for each 32 KiB of each slab, computed on the device: ``values``, a 1-d int64 tensor.
+    """A 64-bit checksum for each 32 KiB row of each slab, computed on the device: ``values``, a 1-d int64 tensor.
 
-    Finds every change within one 64-bit word and every displaced row; words that change places within 32 KiB are not
-    found. Summing a slab is mostly one kernel, and allocates nothing.
+    They detect every change within one 64-bit word, and rows that changed places. They do not detect words that
+    changed places within a row. Summing a slab is usually one kernel and allocates nothing.
     """
 
     def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
@@ -345,7 +351,7 @@ class Checksums:
         return 8 * sum(-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs)
 
     def add(self, index: int, raw: torch.Tensor) -> None:
-        """Compute the sums of slab ``index`` from its bytes (1-d uint8, 8-byte aligned). Does not block."""
+        """Compute the checksums of slab ``index`` from its bytes (1-d uint8, 8-byte aligned). Does not block."""
         full_rows = raw.numel() // _ROW_NBYTES
         if index not in self._views:
             mine = self.values[self._begins[index] : self._begins[index + 1]]
@@ -364,7 +370,7 @@ class Checksums:
                 of_rest += word.view(torch.int64) * _ODD
 
     def compare(self, theirs: torch.Tensor) -> Vote:
-        """Compare with the sender's sums: WHOLE, or CORRUPT with the first damaged slabs. Blocks."""
+        """Compare with the sender's checksums: WHOLE, or CORRUPT with the first damaged slabs. Blocks."""
         if torch.equal(self.values, theirs):
             return Vote(VoteKind.WHOLE)
         rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()

@@ -1,4 +1,4 @@
-"""The weights to send: :class:`WeightSource`; whole tensors out of shards."""
+"""The weights to send, :class:`WeightSource`, and :func:`gather_weights`, which makes whole tensors out of shards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ AHEAD_NBYTES = 512 << 20
 _log = logging.getLogger("hwrl.weights")
 _DENSE = torch.contiguous_format
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
-"""Collections that keep their items alive; others may make them as they are read."""
+"""Collections that keep their items alive. Others may make items while they are read."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Named tensors for a transfer to read as often as it needs; ``a + b`` reads both.
+    """Named tensors that a transfer can read as often as it needs. ``a + b`` reads ``a``, then ``b``.
 
     ``metadata`` returns an iterator of names and tensors. Only their dtypes and shapes count, so meta tensors are
     enough; two names of the same meta tensor object mean tied weights. ``read`` returns an iterator of the tensors
@@ -51,8 +51,8 @@ class WeightSource:
     def of(cls, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
         """Return ``weights`` as a source.
 
-        An iterator can be read only once, so it is read here to its end, and its tensors are held; give it to
-        :meth:`~hwrl.weights.WeightSender.publish` itself, which holds some of them. Any other iterable is read again
+        An iterator is read here to its end and all its tensors are held, because it can be read only once. Pass it to
+        :meth:`~hwrl.weights.WeightSender.publish` directly to hold only some of them. Any other iterable is read again
         for each attempt.
         """
         if isinstance(weights, WeightSource):
@@ -62,7 +62,7 @@ class WeightSource:
 
     @classmethod
     def of_known_layout(cls, read: Callable[[], Iterator[NamedTensor]], *, one_shot: bool = False) -> WeightSource:
-        """Return a source without metadata, for a transfer that has the layout already."""
+        """Return a source without metadata, for a transfer that knows the layout already."""
         return cls(lambda: iter(()), read, one_shot=one_shot)
 
     @classmethod
@@ -71,11 +71,14 @@ class WeightSource:
     ) -> WeightSource:
         """Return the parameters and persistent buffers of ``module``, under the names of its ``state_dict``.
 
-        ``group`` holds the ranks that share the module, sharded by FSDP2 or replicated; None means this rank alone.
-        Its first rank reads whole tensors. The others must iterate the source as often: they send their shards and
-        yield nothing (:class:`SharedReads` counts the reads, and lets several ranks read whole tensors). ``dtype``
-        casts floating-point tensors. Tied tensors stay tied. Raises WeightsError if the module is sharded and
+        ``group`` has the ranks that share the module, sharded by FSDP2 or replicated; None means this rank alone. Rank
+        0 reads whole tensors. The other ranks must iterate over the source as often; they send their shards and yield
+        nothing. (:class:`SharedReads` keeps the ranks in step, and lets several ranks read whole tensors.) Names of
+        tied tensors come last. ``dtype`` casts floating-point tensors. Raises WeightsError if the module is sharded and
         ``group`` is missing.
+
+        Only a DTensor sharded along dimension 0 over the whole group travels point to point, to the ranks that need it.
+        Any other DTensor (HSDP, tensor parallel) is gathered by ``full_tensor()`` on every rank.
         """
         weights = _ModuleWeights(module, group, dtype)
         return cls(weights.metadata, weights.read, holds_tensors=group is None and dtype is None)
@@ -94,16 +97,16 @@ class WeightSource:
 
 
 class JointReads(Protocol):
-    """Reads that several ranks make together: :class:`~hwrl.weights.SharedReads`."""
+    """The part of :class:`~hwrl.weights.SharedReads` that a source uses. A protocol, to avoid an import cycle."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks read together."""
+        """The number of ranks that read together."""
 
     def read(
         self, numbers: Sequence[int], gatherers: Gatherers | None = None, in_round: tuple[str, int] | None = None
     ) -> Iterator[NamedTensor]:
-        """Yield the first rank's tensors of the sources ``numbers``."""
+        """Yield rank 0's tensors of the sources ``numbers``."""
 
     def release(self, link: str) -> None:
         """Let the co-senders of ``link`` close their connections and free their device memory."""
@@ -111,7 +114,7 @@ class JointReads(Protocol):
 
 @dataclass(frozen=True)
 class SourceSelection:
-    """The sources ``numbers`` of ``reads``, read one after the other."""
+    """The sources ``numbers`` of ``reads``, read one after another."""
 
     reads: JointReads
     numbers: tuple[int, ...]
@@ -120,7 +123,7 @@ class SourceSelection:
         return SourceSelection(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
 
     def for_round(self, source: WeightSource, link: str, number: int, gatherers: Gatherers) -> WeightSource:
-        """Return ``source``, read for proposal ``number`` of ``link``: the first read begins the co-senders' part."""
+        """Return ``source`` for proposal ``number`` of ``link``; its first read begins the co-senders' part."""
         return WeightSource(
             source.metadata, functools.partial(self.reads.read, self.numbers, gatherers, (link, number))
         )
@@ -131,7 +134,7 @@ class _ModuleWeights:
         self._module, self._group, self._dtype = module, group, dtype
 
     def metadata(self) -> Iterator[NamedTensor]:
-        """Yield the tensors if they are sent as they are, so that a flat storage is found; otherwise meta tensors."""
+        """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
         tensors, tied_to = self._tensors()
         described = {}
         for name, tensor in tensors.items():
@@ -151,15 +154,15 @@ class _ModuleWeights:
         yield from ((name, held[first]) for name, first in tied_to.items() if first in held)
 
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return each tensor under its first name, and the first name of each further name.
+        """Return each tensor under its first name, and the first name for each further name.
 
-        All ranks must find the same ties, so this compares objects: an empty shard has no address to compare.
+        All ranks must find the same ties. So this compares tensor objects, because an empty shard has no address.
         """
         names: dict[int, str] = {}
         tensors, tied_to = {}, {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor):
-                continue  # a module's extra state
+                continue  # extra state of a module
             if id(tensor) in names:
                 tied_to[name] = names[id(tensor)]
                 continue
@@ -175,7 +178,7 @@ class _ModuleWeights:
             raise WeightsError(
                 f"tensor {name!r} cannot be read whole",
                 why=f"the module is sharded over {ranks} ranks",
-                fix="give WeightSource.from_module the group of these ranks",
+                fix="pass these ranks as WeightSource.from_module(..., group=...)",
             )
         return tensor.to_local()
 
@@ -188,15 +191,15 @@ class _ModuleWeights:
 
 
 def drain(weights: Iterator[NamedTensor]) -> None:
-    """Read ``weights`` to their end, and drop them. An error of theirs is logged.
+    """Read ``weights`` to their end and drop them. An error is logged, not raised.
 
-    Making tensors may be a collective operation: other ranks would wait forever for a rank that stops early.
+    Making the tensors may be a collective operation, and other ranks would wait forever for one that stops early.
     """
     try:
         with torch.no_grad():
             for _ in weights:
                 pass
-    except Exception:  # noqa: BLE001 - the caller is about to get the first error, which says more
+    except Exception:  # noqa: BLE001 - the caller raises the first error, which says more
         _log.warning("the weights could not be read to their end", exc_info=True)
 
 
@@ -208,18 +211,18 @@ def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTenso
 # -- whole tensors out of shards -------------------------------------------------------------------------------------
 
 Parts = Callable[[str, torch.Tensor], Iterator[NamedTensor]]
-"""Divides a tensor into named tensors, views of it."""
+"""Divides a tensor into named tensors, which are views of it: the parts of a fused parameter, for example."""
 
 
 class Gatherers:
-    """The ranks that get each tensor whole: ``of_tensor`` by its name, and ``ranks``, all of them. In rank order."""
+    """The ranks that need each tensor whole, in rank order: ``of_tensor`` by name, and ``ranks`` for unknown names."""
 
     def __init__(self, ranks: Sequence[int], of_tensor: Mapping[str, Sequence[int]]) -> None:
         self._ranks, self._of_tensor = ranks, of_tensor
         self._of_divided: dict[str, Sequence[int]] = {}
 
     def ranks_for(self, name: str, shape: Sequence[int], parts: Parts | None) -> Sequence[int]:
-        """Return the ranks that get tensor ``name``, or one of its parts; all if its name is unknown."""
+        """Return the ranks that need tensor ``name`` or one of its ``parts``."""
         known = self._of_tensor.get(name)
         if known is not None or parts is None:
             return self._ranks if known is None else known
@@ -234,9 +237,9 @@ _gatherers: ContextVar[Gatherers | None] = ContextVar("gatherers", default=None)
 
 @contextlib.contextmanager
 def gathering_to(gatherers: Gatherers | None) -> Iterator[None]:
-    """Let :func:`gather_weights` in this context gather to these ranks; None: to the first rank.
+    """Let :func:`gather_weights` gather to these ranks inside this context; None means to rank 0.
 
-    It is a context and no argument, because the call is inside a train engine.
+    It is a context and not an argument, because a train engine makes the call.
     """
     token = _gatherers.set(gatherers)
     try:
@@ -249,8 +252,9 @@ def gathering_to(gatherers: Gatherers | None) -> Iterator[None]:
 class WeightShard:
     """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
 
-    Shards are of equal size, rounded up; the last ones may be smaller or empty. ``owners`` are the ranks that have the
-    shards, in order, if these are others; any other rank has an empty ``tensor`` of the right dtype and device.
+    Shards are of equal size, rounded up, so the last ones may be smaller or empty. ``owners`` lists the ranks that have
+    the shards, in order, if they are not the first ones. A rank without a shard has an empty ``tensor`` of the right
+    dtype and device.
     """
 
     tensor: torch.Tensor
@@ -267,20 +271,21 @@ class WeightShard:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A tensor on its way. On a gathering rank ``whole`` is the tensor; each part of it is received into a buffer.
+    """A tensor that is being gathered. On a rank that needs it, ``whole`` is the tensor.
 
-    A buffer is the part itself if the part is contiguous. On the other ranks ``sent`` keeps the shard under way alive.
+    Each shard is received into a buffer: its slice of ``whole`` if that is contiguous, else a temporary. On the other
+    ranks ``sent`` keeps the shard alive while it is sent.
     """
 
     name: str
     whole: torch.Tensor | None = None
-    part_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    shard_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     pending: Sequence[Pending] = ()
     sent: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """The memory that this rank holds for it."""
+        """The bytes that this rank holds for it."""
         return sum(0 if tensor is None else tensor.nbytes for tensor in (self.whole, self.sent))
 
 
@@ -291,18 +296,18 @@ def gather_weights(
     dtype: torch.dtype | None,
     parts: Parts | None = None,
 ) -> Iterator[NamedTensor]:
-    """Yield each tensor whole on the first rank of ``group``; on the others, send the shards and yield nothing.
+    """Yield each tensor whole on rank 0 of ``group``. The other ranks send their shards and yield nothing.
 
-    Floating-point tensors travel as ``dtype``, None: as they are. All ranks of the group must exhaust this iterator.
-    Shards travel to that rank only, up to 512 MiB ahead of the yielded tensor, while the caller works with it.
-    Replicated tensors cost no traffic. ``parts`` divides a whole tensor (or one on the meta device) into the named
-    tensors to yield, as views.
+    Floating-point tensors are cast to ``dtype`` first, unless it is None. All ranks of the group must read this
+    iterator to its end. Shards are sent to rank 0 only, up to 512 MiB ahead of the yielded tensor, while the caller
+    works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor (or one on the meta device) into
+    the named tensors to yield, which are views.
 
-    While weights are read for several senders (:class:`~hwrl.weights.SharedReads`), a tensor is gathered to the ranks
-    that send a slab with a part of it, and yielded there. A tensor of an unknown name is gathered to all of them.
+    While :class:`~hwrl.weights.SharedReads` reads for several senders, a tensor is gathered to each rank that sends a
+    slab with bytes of it, and yielded there. A tensor of an unknown name is gathered to all senders.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
-    limit = 0 if group is None else AHEAD_NBYTES  # one rank has no traffic to hide
+    limit = 0 if group is None else AHEAD_NBYTES  # a single rank has no traffic to overlap
     under_way = 0
     for name, tensor in named:
         ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))
@@ -322,7 +327,7 @@ def _ranks_for(name: str, shape: Sequence[int], parts: Parts | None) -> Sequence
 def _finish(one: _Gathering, parts: Parts | None) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
-    for part, buffer in one.part_buffers:
+    for part, buffer in one.shard_buffers:
         if buffer is not part:
             part.copy_(buffer)
     if one.whole is not None:
@@ -341,11 +346,11 @@ def _gather(
     wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
     if not isinstance(tensor, WeightShard):
         return _Gathering(name, tensor.to(wanted) if group is None or group.rank in to else None)
-    assert group is not None, "shards are of several ranks"
-    mine = local.to(wanted).contiguous()  # empty if other ranks have the shards
+    assert group is not None, "a shard needs a group"
+    mine = local.to(wanted).contiguous()  # empty if only other ranks have shards
     whole, buffers = None, list[tuple[torch.Tensor, torch.Tensor]]()
     pending: list[Pending] = []
-    for rank in to:  # every rank in the same order: a library may run its operations one after the other
+    for rank in to:  # in the same order on every rank: a library may run its operations one after another
         if rank == group.rank:
             whole, buffers, received = _receive_shards(tensor, mine, group)
             pending += received
@@ -357,12 +362,12 @@ def _gather(
 def _receive_shards(
     shard: WeightShard, mine: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[Pending]]:
-    """Begin to receive the shards of the other ranks; return the whole tensor, its parts' buffers, the operations."""
+    """Begin to receive the other ranks' shards; return the tensor, pairs of slice and buffer, and the operations."""
     whole = torch.empty(shard.shape, dtype=mine.dtype, device=mine.device)
-    parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+    slices = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     pending = []
-    for rank, part in zip(shard.holders, parts, strict=False):  # small tensors have fewer parts
+    for rank, part in zip(shard.holders, slices, strict=False):  # a small tensor has fewer slices than ranks
         if rank == group.rank:
             part.copy_(mine)
         elif part.numel():

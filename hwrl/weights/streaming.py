@@ -1,4 +1,4 @@
-"""A receiver's versions as iterators: :class:`StreamReceiver` yields each tensor as soon as it has come."""
+"""A receiver whose versions are iterators: :class:`StreamReceiver` yields each tensor as soon as it has arrived."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _TIMING = ReceiverTiming()
 
 
 class IncomingVersion:
-    """A version on its way: an iterator of names and tensors, and a context manager. The decision comes last.
+    """A version that is being received: an iterator of names and tensors, and a context manager.
 
-    The tensors are the caller's to keep, and never overwritten. They come in the order of the slabs. Iteration ends
-    when the version is committed. It raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive` if it is not:
-    the tensors that came are then no version. If a transfer is repeated, for a lost receiver for example, all tensors
-    come again; ``attempts`` counts.
+    The tensors belong to the caller and are never overwritten. They come in the order of the slabs. The decision comes
+    last: iteration ends when the version is committed, and raises the errors of
+    :meth:`~hwrl.weights.WeightReceiver.receive` if it is not. The tensors yielded so far are then not a version. If a
+    transfer is repeated, for example because a receiver was lost, all tensors come again, and ``attempts`` grows.
 
-    Leaving the context reads the rest and waits for the decision. Leaving it by an exception ends the receive.
+    Leaving the context reads the rest and waits for the decision. Leaving it by an exception aborts the receive.
     """
 
     def __init__(self, receiver: WeightReceiver, queue: TensorQueue, *, backend: Backend, timeout_s: float) -> None:
         self.received: Received | None = None
-        """The committed version, without tensors; None before the decision."""
+        """The committed version, without its tensors; None before the decision."""
         self._receiver, self._queue, self._timeout_s = receiver, queue, timeout_s
         self._error: BaseException | None = None
         self._cancelled = False
@@ -42,7 +42,7 @@ class IncomingVersion:
 
     @property
     def attempts(self) -> int:
-        """How many transfers of the version have begun here."""
+        """The number of transfers of the version that have begun here."""
         return self._queue.begun
 
     def __iter__(self) -> Iterator[NamedTensor]:
@@ -70,14 +70,14 @@ class IncomingVersion:
                 pass
 
     def cancel(self) -> None:
-        """End the receive soon; any thread may call this. Does nothing after the decision."""
+        """Abort the receive without waiting for its end. Any thread may call this. No effect after the decision."""
         self._queue.close()
         if self._thread.is_alive():
             self._cancelled = True
             self._receiver.cancel()
 
     def close(self) -> None:
-        """End the receive, and wait for its end."""
+        """Abort the receive, and wait for its end."""
         self.cancel()
         self._thread.join()
         if self._cancelled:
@@ -87,7 +87,7 @@ class IncomingVersion:
     def _receive(self) -> None:
         try:
             self._backend.set_device(self._index)
-            with self._stream:  # the consumer's: it may use and free the tensors at once
+            with self._stream:  # the consumer's stream, so that it may use and free the tensors at once
                 self.received = self._receiver.receive(timeout_s=self._timeout_s)
         except BaseException as exc:  # noqa: BLE001 - raised again by the consumer's thread
             self._error = exc
@@ -96,12 +96,13 @@ class IncomingVersion:
 
 
 class StreamReceiver:
-    """A replica's end of the link ``name`` that yields each version's tensors, for an engine's own loaders.
+    """A replica's end of the link ``name`` that yields each version's tensors, for an engine's own weight loaders.
 
-    It holds a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, the tensors that have come in part, and the
-    tensors of one slab until the caller takes them. The caller's old version is lost when tensors begin to come:
-    :attr:`version` is None until the decision. While the caller does not iterate, the sender waits, at most its
-    ``timeout_s``. Parameters and use are those of :class:`~hwrl.weights.WeightReceiver`.
+    Options and use are those of :class:`~hwrl.weights.WeightReceiver`, with these differences. There is no ``into`` and
+    no ``loader``, and :meth:`stream` replaces ``receive``. The receiver holds a ring of at most ``slabs`` slabs and
+    ``ring_nbytes`` bytes, the tensors of which only a part has arrived, and the tensors of one slab until the caller
+    takes them. The caller's old version is lost when tensors arrive, so :attr:`version` is None until the decision.
+    While the caller does not iterate, the sender waits, up to its ``timeout_s``.
     """
 
     def __init__(
@@ -137,14 +138,14 @@ class StreamReceiver:
 
     @property
     def version(self) -> int | None:
-        """The version that was committed; None before the first, while tensors come, and after a failed transfer."""
+        """The committed version; None before the first, while tensors arrive, and after a failed transfer."""
         return self._receiver.version
 
     def stream(self, *, timeout_s: float = 60.0) -> IncomingVersion:
-        """Begin to receive the newest proposed version, in a thread; use the result in a ``with`` statement.
+        """Begin to receive the newest proposed version in a thread. Use the result in a ``with`` statement.
 
         ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Use the tensors on the
-        stream that is current at the first call. There is one stream at a time: this closes the one before.
+        device stream that is current when this is called. A new call closes the iterator of the call before.
         """
         self._close_stream()
         queue = self._loader.queue = TensorQueue()
@@ -158,7 +159,7 @@ class StreamReceiver:
         self.close()
 
     def close(self) -> None:
-        """End a stream that is open, leave the link and free the ring."""
+        """Close an open iterator, leave the link and free the ring."""
         self._close_stream()
         self._receiver.close()
 
@@ -168,7 +169,7 @@ class StreamReceiver:
 
 
 class _NewestStream:
-    """The receiver's loader: it gives each version to the stream that was begun for it."""
+    """The receiver's loader. It passes each version to the queue of the newest :meth:`StreamReceiver.stream`."""
 
     def __init__(self) -> None:
         self.queue = TensorQueue()
@@ -180,14 +181,14 @@ class _NewestStream:
         self.queue.load(tensors)
 
     def finish(self) -> None:
-        """Do nothing: the queue's end follows."""
+        """Do nothing: the receiving thread ends the queue."""
 
     def cancel(self) -> None:
         self.queue.cancel()
 
 
 class TensorQueue:
-    """The tensors of one stream on their way from the receiving thread to the consumer's. Waits for the consumer."""
+    """A queue of tensors from the receiving thread to the consumer's thread. Putting waits for the consumer."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -198,17 +199,17 @@ class TensorQueue:
     # -- the receiving thread ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a transfer; tensors of the one before it that the consumer has not taken are dropped."""
+        """Begin a transfer; drop the tensors of an earlier transfer that the consumer has not taken."""
         with self._changed:
             self._tensors = []
             self.begun += 1
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Hand ``tensors`` over when the earlier ones are taken. Raises CommAbortedError if nobody wants more."""
+        """Put ``tensors`` when the earlier ones are taken. Raises CommAbortedError if the consumer has closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._tensors)
             if self._closed:
-                raise CommAbortedError("the receive was cancelled", why="its consumer ended", fix="receive again")
+                raise CommAbortedError("the receive was cancelled", why="its consumer has ended", fix="receive again")
             self._tensors = list(reversed(tensors))
             self._changed.notify_all()
 
@@ -218,7 +219,7 @@ class TensorQueue:
             self._tensors = []
 
     def end(self) -> None:
-        """Let the consumer know that no tensor follows."""
+        """Tell the consumer that no tensor follows."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -226,7 +227,7 @@ class TensorQueue:
     # -- the consumer's thread --------------------------------------------------------------------------------------
 
     def take(self) -> NamedTensor | None:
-        """Wait for the next tensor; None at the end."""
+        """Wait for the next tensor; return None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._tensors or self._ended)
             if not self._tensors:
@@ -237,7 +238,7 @@ class TensorQueue:
             return pair
 
     def close(self) -> None:
-        """Let the receiving thread end: nobody takes more tensors."""
+        """Tell the receiving thread that nobody takes more tensors."""
         with self._changed:
             self._closed = True
             self._tensors = []
