@@ -1,5 +1,5 @@
-"""The processes of a run: the actors, their typed handles for other processes, and the parts inside of them.
+"""The code of a run's processes: the actors, the handles with which other processes call them, and their parts.
 
-``actors``, ``handles`` and ``answers`` import no torch: a process chooses its backend before it does.
-``trainer_rank`` and ``build`` do, and only the processes that use a device import them.
+``actors``, ``handles`` and ``answers`` do not import torch, because a process chooses its backend before it imports
+torch. ``trainer_rank`` and ``build`` import torch. Only processes with a device import these two.
 """

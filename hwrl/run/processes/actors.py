@@ -1,6 +1,9 @@
-"""The three kinds of processes of a run. Ray makes actors of these classes.
+"""The classes of a run's Ray actors: the prompt ledger, the rollout replicas and the trainer ranks.
 
-This module imports no torch: each process first chooses the driver's backend, and imports torch after that.
+A run also has the driver, Ray's processes, the reward processes of each replica and, with some engines, further
+workers of a replica.
+
+This module does not import torch: each process first chooses the driver's backend, and imports torch after that.
 """
 
 from __future__ import annotations
@@ -42,21 +45,21 @@ if TYPE_CHECKING:
     from hwrl.weights import TransportName
 
 LEASE_WAIT_S = 1.0
-"""How long the ledger waits for free prompts before it answers a request with none."""
+"""How long the ledger waits for a prompt to lease before it answers a request with an empty list."""
 
 
 def end_at_sigterm() -> None:
-    """Let SIGTERM end this process at once, so that the driver sees a death.
+    """Let SIGTERM end this process at once, so that the driver sees its death.
 
-    Ray's handler ends only the main thread. A loop in another thread would continue, and the actor would answer no
-    call. Ray runs the ``__init__`` of a synchronous actor in the main thread. Remove this when Ray ends such an actor.
+    Ray's handler ends only the main thread. A loop in another thread would continue, but the actor would no longer
+    answer calls. Call this in ``__init__``: Ray runs it in the main thread. Remove this when Ray ends such actors.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The answer to a heartbeat: the name of the process's machine, and the seconds in the present turn of its loop."""
+    """The answer to a heartbeat: the process's machine, and the seconds that its loop has spent in the current turn."""
 
     host: str
     turn_s: float = 0.0
@@ -64,21 +67,21 @@ class HeartbeatReply:
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """The settings that each trainer rank and each replica needs to start."""
+    """What each trainer rank and each replica needs to start."""
 
     config: Config
     inputs: RunInputs
     backend: str
     devices: ProcessDevices
-    store_address: str = field(repr=False)  # it holds the store's key
+    store_address: str = field(repr=False)  # it contains the store's secret key
 
 
 @dataclass(frozen=True)
 class BatchInfo:
     """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica.
 
-    ``untrained`` has the prompts that were filtered or have failed since the batch before. ``spans`` has
-    those of each traced prompt by its sequence number.
+    ``untrained`` has the prompts that were filtered or failed since the previous batch. ``spans`` has the spans of each
+    traced prompt, by sequence number.
     """
 
     sequence_numbers: list[int]
@@ -90,7 +93,7 @@ class BatchInfo:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A training step: its metrics, and from rank 0 a few of its trajectories as text."""
+    """The result of a training step: its metrics, and a few of its trajectories as text (only from rank 0)."""
 
     metrics: Metrics
     samples: list[Sample]
@@ -98,9 +101,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """The contents of a checkpoint for the driver.
+    """The driver's part of a loaded checkpoint.
 
-    ``skipped`` has the path of each damaged checkpoint with the reason, ``changed`` a sentence for each changed input.
+    ``ledger`` is the ledger's state. ``skipped`` has the path of each unusable newer checkpoint, with the reason.
+    ``changed`` has a sentence for each input file that has changed since the checkpoint and may change.
     """
 
     step: int
@@ -113,11 +117,11 @@ class RestoredRun:
 
 
 EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
-"""The ledger's state before the first prompt."""
+"""The ledger's state before the first prompt. ``owed``: leased prompts that are not yet trained, filtered or failed."""
 
 
 def make_ledger(config: Config) -> PromptLedger:
-    """Return the prompt ledger of a run."""
+    """Return the empty prompt ledger of a run."""
     return PromptLedger(
         groups_per_version=config.groups_per_version,
         max_staleness=config.async_training.staleness_threshold,
@@ -131,17 +135,19 @@ def make_ledger(config: Config) -> PromptLedger:
 
 
 class ForgottenReplica(NamedTuple):
-    """A dead replica: the number of its prompts that go to others, and whether it had handed in a prompt."""
+    """The account of a dead replica: how many prompts go to others, and whether it had finished any prompt."""
 
     lost: int
     had_finished: bool
 
 
 class LedgerActor:
-    """Serves the prompt ledger to the replicas and the driver. A request waits until the ledger can answer it.
+    """Serves the prompt ledger to the replicas and the driver.
 
-    A ``replica_id`` names one life of a replica, like ``replica-0#3``; its replacement has another one. After
-    ``forget``, the ledger ignores it.
+    The ledger leases the sequence numbers of prompts. It does not hold the prompts: each replica loads all of them.
+
+    A ``replica_id`` like ``replica-0#3`` names one process of a replica. A replacement has the same name and another
+    id. After ``forget``, the ledger ignores calls with the old id.
     """
 
     def __init__(self, config: Config) -> None:
@@ -158,7 +164,7 @@ class LedgerActor:
         return HeartbeatReply(socket.gethostname())
 
     async def lease(self, count: int, replica_id: str) -> list[PromptLease]:
-        """Lend up to ``count`` prompts to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
+        """Lease up to ``count`` sequence numbers to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._may_lease(replica_id)), LEASE_WAIT_S)
@@ -170,13 +176,13 @@ class LedgerActor:
         return replica_id not in self._asleep and bool(self._ledger.capacity())
 
     async def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
-        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``asleep`` replicas."""
+        """Limit the lead (None: only by the staleness bound), and lease nothing to the replica ids ``asleep``."""
         async with self._changed:
             self._ledger.lead_groups, self._asleep = lead_groups, frozenset(asleep)
             self._changed.notify_all()
 
     async def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> None:
-        """Accept finished groups, and the running totals of their replica."""
+        """Accept the finished groups of a replica, and its running totals."""
         async with self._changed:
             if replica_id in self._forgotten:
                 return
@@ -187,7 +193,10 @@ class LedgerActor:
             self._changed.notify_all()
 
     async def fail(self, lease: PromptLease, reason: str) -> None:
-        """Put a prompt back, or give it up. If it may not be given up, the next ``take`` raises."""
+        """Count a failed attempt: lease the prompt again, or give it up.
+
+        If ``rollout.on_failure`` forbids to give it up, the next :meth:`advance_and_take` raises an error.
+        """
         async with self._changed:
             with self._fatal_errors():
                 self._ledger.fail(lease, reason=reason)
@@ -201,12 +210,12 @@ class LedgerActor:
             self._fatal = exc
 
     async def renew(self, leases: Sequence[PromptLease], replica_id: str) -> None:
-        """Note that a replica has made progress on ``leases``."""
+        """Extend ``leases``, because their replica has made progress on them."""
         if replica_id not in self._forgotten:
             self._ledger.renew(leases, now_s=time.monotonic())
 
     async def forget(self, replica_id: str) -> ForgottenReplica:
-        """Put back all prompts of a dead replica."""
+        """Make all prompts of a dead replica free for others, and ignore the replica from now on."""
         async with self._changed:
             self._forgotten.add(replica_id)
             lost = self._ledger.forget_replica(replica_id)
@@ -215,16 +224,18 @@ class LedgerActor:
             return ForgottenReplica(lost, had_finished=totals is not None)
 
     async def expire_overdue(self) -> list[str]:
-        """Put back the prompts without progress; return the ids of the replicas that held them."""
+        """Make the prompts without progress free for others; return the ids of the replicas that had leased them."""
         async with self._changed:
             replica_ids = self._ledger.expire(time.monotonic())
             self._changed.notify_all()
             return replica_ids
 
     async def advance_and_take(self, count: int, version: int) -> tuple[list[PromptGroup], BatchInfo | None]:
-        """Note that ``version`` is published. Then return a batch as soon as the staleness rules allow one.
+        """Advance the ledger to ``version``, the newest published one. Then wait for a batch of ``count`` groups.
 
-        After ``abandon_take`` a waiting call returns nothing, and the ledger keeps its groups.
+        Advancing admits more prompts. The batch is returned as soon as the staleness rules allow one, and its groups
+        count as trained from then on. :meth:`abandon_take` ends the wait: the call then returns no groups and None, and
+        the ledger keeps its groups.
         """
         async with self._changed:
             self._ledger.advance(version)
@@ -245,7 +256,7 @@ class LedgerActor:
         return self._ledger.take(count)
 
     async def abandon_take(self) -> None:
-        """End a waiting ``take`` with nothing. (Ray cannot cancel a call; it can only forget its answer.)"""
+        """End a waiting :meth:`advance_and_take` without a batch. Ray has no way to cancel the call."""
         async with self._changed:
             self._takes_abandoned += 1
             self._changed.notify_all()
@@ -255,7 +266,7 @@ class LedgerActor:
         return self._ledger.state_dict()
 
     async def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
-        """Continue from a checkpoint with this incarnation of the trainer. Ends all leases, and a waiting ``take``."""
+        """Continue from a checkpoint with this incarnation of the trainer. Ends all leases and a waiting take."""
         async with self._changed:
             self._takes_abandoned += 1
             self._ledger.load_state_dict(state, incarnation=incarnation)
@@ -263,13 +274,13 @@ class LedgerActor:
 
 
 class ReplicaLedger:
-    """The ledger for the rollouter of one replica, in another process."""
+    """The ledger as the rollouter of one replica calls it. The ledger itself runs in another process."""
 
     def __init__(self, ledger: LedgerHandle, *, replica_id: str) -> None:
         self._ledger, self._replica_id = ledger, replica_id
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
-        """Request prompts."""
+        """Request up to ``count`` leases."""
         return self._ledger.lease(count, self._replica_id).future()
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
@@ -277,11 +288,11 @@ class ReplicaLedger:
         self._ledger.complete(groups, self._replica_id, stats)
 
     def fail(self, lease: PromptLease, reason: str) -> None:
-        """Report a failed prompt."""
+        """Report a failed attempt at a prompt."""
         self._ledger.fail(lease, reason)
 
     def renew(self, leases: Sequence[PromptLease]) -> None:
-        """Report progress."""
+        """Report progress on ``leases``."""
         self._ledger.renew(leases, self._replica_id)
 
 
@@ -289,9 +300,9 @@ class ReplicaLedger:
 
 
 def _use_devices(setup: ProcessSetup, *, threads: int) -> tuple[int, ...]:
-    """Choose the driver's backend, and make this process use its devices; return their indices in this process."""
+    """Choose the driver's backend and make this process use its devices; return their indices in this process."""
     set_backend(setup.backend)
-    own = make_visible(setup.devices, get_backend().devices, os.environ)  # vendors' libraries read it on first use
+    own = make_visible(setup.devices, get_backend().devices, os.environ)  # before vendors' libraries read the variable
     from hwrl.run.processes.build import prepare_process
 
     check_devices(setup.devices, own, get_backend(), os.environ)
@@ -307,7 +318,7 @@ def _report_devices(devices: Sequence[int]) -> DeviceReport | None:
 
 
 class RolloutActor:
-    """One rollout replica: ``set_up``, then ``run``, which needs its own thread until ``stop``."""
+    """One rollout replica. Call ``set_up``, then ``run``: it occupies a thread until ``leave`` or ``stop``."""
 
     def __init__(self) -> None:
         end_at_sigterm()
@@ -315,17 +326,17 @@ class RolloutActor:
         self._rollouter: Rollouter | None = None
 
     def ping(self) -> HeartbeatReply:
-        """Answer a heartbeat."""
+        """Answer a heartbeat, in a thread of its own. The seconds are those of the rollouter's current turn."""
         return HeartbeatReply(socket.gethostname(), 0.0 if self._rollouter is None else self._rollouter.step_s())
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
     ) -> DeviceReport | None:
-        """Build the replica, which then waits for weights; return its devices.
+        """Build the replica, which then waits for weights; return the devices that it really uses.
 
-        ``replica`` is its name, which a replacement gets too. The ledger knows it by ``replica_id``.
+        ``replica`` is its name, and its replacement gets the same name. ``replica_id`` is unique to this process.
 
-        This is no part of ``__init__``, because Ray reports errors of an actor's ``__init__`` poorly.
+        This is not done in ``__init__``, because Ray reports errors of an actor's ``__init__`` poorly.
         """
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
@@ -341,32 +352,32 @@ class RolloutActor:
                 seed=seed,
                 store_address=setup.store_address,
                 ledger=ReplicaLedger(ledger, replica_id=replica_id),
-            )  # last: it joins the link of weights, and then a sender waits for `run`
+            )  # last, because it joins the weight link: from then on a sender waits for `run`
         return _report_devices(self._devices)
 
     def run(self) -> None:
-        """Roll out until ``stop``."""
+        """Roll out until :meth:`stop`, or until all leased prompts are finished after :meth:`leave`."""
         assert self._rollouter is not None, "set_up comes first"
-        get_backend().set_device(self._devices[0])  # per thread, and set_up ran in another one
+        get_backend().set_device(self._devices[0])  # it is set per thread, and set_up ran in another thread
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
     def evaluate(self, part: int, parts: int) -> Evaluation | None:
-        """Evaluate the weights of the moment in which the evaluation begins, on one of ``parts`` parts of the prompts.
+        """Evaluate on part number ``part`` of ``parts`` equal parts of the prompts. Blocks until the part is scored.
 
-        Returns None if the part has no prompts.
+        Uses the weights that the engine has, and newer ones that arrive meanwhile. Returns None if the part is empty.
         """
         assert self._rollouter is not None, "set_up comes first"
         prompts = self._evaluation_prompts[part::parts]
         return self._rollouter.evaluate(prompts).result() if prompts else None
 
     def leave(self) -> None:
-        """Make ``run`` return when the leased prompts are finished."""
+        """Make :meth:`run` return when all leased prompts are finished. Takes no more leases."""
         assert self._rollouter is not None, "set_up comes first"
         self._rollouter.leave()
 
     def stop(self) -> None:
-        """Make ``run`` return."""
+        """Make :meth:`run` return after its current turn. Unfinished prompts are lost."""
         self._stop.set()
 
 
@@ -374,19 +385,22 @@ class RolloutActor:
 
 
 class TrainActor:
-    """One trainer rank: ``set_up``, then calls of :class:`~hwrl.run.processes.trainer_rank.TrainerRank`."""
+    """One trainer rank. Call ``set_up``; then the other methods call :class:`TrainerRank` in ``trainer_rank.py``."""
 
     def __init__(self) -> None:
         end_at_sigterm()
 
     def ping(self) -> HeartbeatReply:
-        """Answer a heartbeat. It does not measure calls: ``timeouts.trainer_s`` limits them."""
+        """Answer a heartbeat, in a thread of its own. A rank that hangs in another call still answers.
+
+        ``timeouts.trainer_s`` limits the other calls.
+        """
         return HeartbeatReply(socket.gethostname())
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
     ) -> DeviceReport | None:
-        """Build this rank and return its device. The ranks wait for each other."""
+        """Build this rank and return the device that it really uses. The ranks wait for each other."""
         with large_imports():
             devices = _use_devices(setup, threads=setup.config.train.threads)
             from hwrl.run.processes.trainer_rank import TrainerRank
@@ -419,29 +433,29 @@ class TrainActor:
             self._rank.publish_last_weights()
 
     def new_receivers(self) -> tuple[str, ...]:
-        """Return the replicas that connected after the newest weights were sent."""
+        """Return the replicas that connected after the newest weights were sent. Only rank 0 knows them."""
         return self._rank.new_receivers()
 
     def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
-        """Train one step."""
+        """Train one step on ``groups``, and send the weights if they are due."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 
     def finish_profile(self) -> str | None:
-        """Write a profile of steps if there is one to write; return a sentence about it."""
+        """Write the profile if steps are recorded; return a message for the log, None if there is nothing to say."""
         return self._rank.finish_profile()
 
     def save(self, ledger: dict[str, Any]) -> Metrics:
-        """Save a checkpoint with the ledger's state; return how long it took."""
+        """Save a checkpoint with the ledger's state; return the seconds that the trainer waited for it."""
         with get_backend().allocating("the copy for a checkpoint"):
             return self._rank.save(ledger)
 
     def export_model(self) -> None:
-        """Write the model to the run directory."""
+        """Write the trained model to the run directory."""
         with get_backend().allocating("the export of the model"):
             self._rank.export_model()
 
     def close(self) -> None:
-        """Finish a save in the background and close all connections."""
+        """Wait for a save in the background and close all connections."""
         with get_backend().allocating("the end of the trainer"):
             self._rank.close()

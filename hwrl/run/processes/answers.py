@@ -1,4 +1,4 @@
-"""Answers of actors: results of remote calls that may still be on their way, and the errors in them."""
+"""Answers of actors: the results of remote calls, which may not have arrived yet, and the errors in them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from hwrl.errors import HwrlError, first_line
 
 DEATH_ERRORS = (RayActorError, NodeDiedError, OutOfMemoryError)
-"""Ray's errors for a call to a dead process."""
+"""The errors that Ray raises for a call to a dead process."""
 DEATH_NOTICE_S = 5.0
-"""How long Ray may need to report a death on this machine. Another process may fail of that death before."""
+"""How long Ray may take to report a death on this machine. Other processes may fail first, as its consequence."""
 
 _LOSSES = {
-    "node was terminated": "its machine is lost",
-    "node has died": "its machine is lost",
-    "low on memory": "its machine had too little memory, and Ray ended it",
+    "node was terminated": "its machine was lost",
+    "node has died": "its machine was lost",
+    "low on memory": "its machine ran out of memory, and Ray killed it",
 }
-"""Parts of the texts of Ray's errors, with their meaning."""
+"""Parts of Ray's error texts, each with what it means for the process."""
 
 ValueT = TypeVar("ValueT")
 
@@ -35,12 +35,12 @@ class Answer(Protocol[ValueT]):
 
 
 def is_ready(answer: Answer[Any], *, timeout_s: float = 0.0) -> bool:
-    """Return whether the answer is there within ``timeout_s``."""
+    """Return whether the answer has arrived. Waits up to ``timeout_s`` for it."""
     return bool(ray.wait([answer], timeout=timeout_s)[0])
 
 
 def value_of(answer: Answer[ValueT]) -> ValueT:
-    """Wait for the answer and return its value. An hwrl error in the other process is raised as itself."""
+    """Wait for the answer and return its value. If the call raised an HwrlError, raise this error itself."""
     try:
         value: ValueT = ray.get(answer)
     except RayTaskError as exc:
@@ -51,13 +51,13 @@ def value_of(answer: Answer[ValueT]) -> ValueT:
 
 
 def raise_hwrl_error(answer: Answer[Any]) -> None:
-    """Raise the hwrl error in a finished call, if it has one."""
-    with contextlib.suppress(RayError):  # a death, or an error from outside hwrl
+    """Raise the HwrlError of a finished call, if it raised one. Ignore a death and all other errors."""
+    with contextlib.suppress(RayError):
         value_of(answer)
 
 
 def death_of(answer: Answer[Any]) -> str | None:
-    """Return the reason of the death in an answer that is ready; None if its process lives."""
+    """Return why the process of a finished call died; None if the call returned or raised."""
     try:
         ray.get(answer)
     except DEATH_ERRORS as exc:
@@ -68,7 +68,7 @@ def death_of(answer: Answer[Any]) -> str | None:
 
 
 def why_ended(answer: Answer[Any]) -> str:
-    """Return the reason why a call ended that should have run on."""
+    """Return why a call ended that was expected to run until the end of the run."""
     try:
         ray.get(answer)
     except DEATH_ERRORS as exc:
@@ -81,9 +81,9 @@ def why_ended(answer: Answer[Any]) -> str:
 
 
 def why_died(death: Exception) -> str:
-    """Return the reason in Ray's error for a dead process. Ray adds the loss of a machine, or of memory, last."""
+    """Return the reason in Ray's error for a death. A lost machine or full memory is named at the end of its text."""
     text = str(death)
-    for sign, reason in _LOSSES.items():
-        if sign in text:
+    for pattern, reason in _LOSSES.items():
+        if pattern in text:
             return reason
     return first_line(death)

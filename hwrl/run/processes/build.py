@@ -1,4 +1,4 @@
-"""Build the parts of a run from its configuration, in the process that uses them. Nothing here runs the parts."""
+"""Build the parts of a run from its configuration, in the process that uses them. No part starts to work here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers.modeling_utils  # noqa: F401 - every model imports it; here it belongs to the process's large imports
+import transformers.modeling_utils  # noqa: F401 - every model imports it; imported here, it counts as a large import
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, Store, connect_store
@@ -80,7 +80,7 @@ def prepare_process(*, threads: int, device: int = 0) -> None:
 def build_rollouter(
     config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
 ) -> Rollouter:
-    """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
+    """Return a rollouter that waits for its first weights. It gets them from the trainer and reads no weight files."""
     tokenizer = run_tokenizer(config, inputs)
     with ExitStack() as cleanup:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
@@ -120,7 +120,7 @@ def _loop_settings(config: Config, replica: str) -> LoopSettings:
 def _build_generator(
     config: Config, inputs: RunInputs, engine: RolloutEngine, tokenizer: Any
 ) -> SampleGenerator | None:
-    """Return the generator of the run's workflow; None for single turns."""
+    """Return the generator for ``rollout.workflow``; None without a workflow, for one response in one turn."""
     rollout = config.rollout
     if rollout.workflow is None:
         return None
@@ -147,8 +147,8 @@ def _tool_parser(config: Config, engine: RolloutEngine, tokenizer: Any) -> ToolP
 
 
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
-    """Return reward workers, which begin to load the function."""
-    assert config.reward.function is not None, "its caller has asked"
+    """Return reward workers. They load the reward function in the background."""
+    assert config.reward.function is not None, "the caller has checked it"
     return RewardWorkers(
         config.reward.function,
         source=inputs.source(REWARD),
@@ -162,7 +162,7 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
 
 
 def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
-    """Return what brings the weights of the run's link into ``engine``: models, or a base and its adapters."""
+    """Return the updater that loads received weights into ``engine``: whole models, or a base and its adapters."""
     if config.model.lora is None:
         return ModelUpdater(build_model_link(config, engine, name=POLICY, store_address=store_address, replica=replica))
     connect = functools.partial(_build_receiver, config, connect_store(store_address), name=POLICY, replica=replica)
@@ -175,7 +175,11 @@ def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, 
 def build_model_link(
     config: Config, engine: RolloutEngine, *, name: str, store_address: str, replica: str, newest: bool = True
 ) -> ModelLink:
-    """Return a link of whole models: the engine receives them itself if it can, and need not keep the old version."""
+    """Return a link that loads whole models into ``engine``.
+
+    The engine receives the tensors itself if it is able to. With ``weights.keep_old_version`` it is not asked to: this
+    process then receives them, and keeps the old version until the new one is complete.
+    """
     store, once = connect_store(store_address), name == POLICY_BASE
     if config.weights.keep_old_version or not engine.receivers:
         receiver = _build_receiver(config, store, name=name, replica=replica, newest=newest)
@@ -198,7 +202,7 @@ def _build_receiver(config: Config, store: Store, *, name: str, replica: str, ne
 
 
 def _transfer_timeout_s(config: Config) -> float:
-    """Return how long the sender waits for replicas. Without partial rollout they first finish their responses."""
+    """Return the sender's time limit for replicas. Without partial rollout they first finish their responses."""
     drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
     return config.weights.timeout_s + drain_s
 
@@ -239,7 +243,7 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
 
 
 def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:
-    """Return the advantages and the loss, built in or the user's. Raises DataError if those cannot be loaded."""
+    """Return the advantages and the loss of the run. Raises DataError if a user's function cannot be loaded."""
     settings = config.algorithm
     lower, upper = settings.rejection_band
     objective = Objective(
@@ -255,7 +259,7 @@ def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:
     )
     return Algorithm(
         objective,
-        _own_function(settings.advantage, ADVANTAGE, inputs) or settings.advantage,
+        _users_function(settings.advantage, ADVANTAGE, inputs) or settings.advantage,
         settings.ppo_epochs,
         settings.mini_batches,
         aggregation=settings.loss_agg_mode,
@@ -267,7 +271,7 @@ def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:
 
 def _policy_loss(config: Config, inputs: RunInputs) -> TokenLoss:
     settings = config.algorithm
-    function = _own_function(settings.loss, LOSS, inputs)
+    function = _users_function(settings.loss, LOSS, inputs)
     if function is not None:
         return UserLoss.of(function)
     return PolicyLoss(
@@ -279,15 +283,15 @@ def _policy_loss(config: Config, inputs: RunInputs) -> TokenLoss:
     )
 
 
-def _own_function(target: str, key: str, inputs: RunInputs) -> Callable[..., Any] | None:
-    """Return the user's function at ``target``; None if that is a built-in name."""
+def _users_function(target: str, key: str, inputs: RunInputs) -> Callable[..., Any] | None:
+    """Return the user's function at the import path ``target``; None if ``target`` is a built-in name."""
     return load_function(target, key=key, source=inputs.source(key)) if ":" in target else None
 
 
 def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) -> Engines:
-    """Return the policy's engine with the model's weights, and the critic if the advantages come from one."""
+    """Return the policy's engine with the model's weights, and the critic if the run has one."""
     critic = None
-    if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
+    if config.algorithm.has_critic:  # first: the policy uses the remaining memory for unsharded weights
         critic = _build_critic(config, group)
     needs_reference = algorithm.loss.needs_reference or (critic is not None and critic.needs_reference)
     return Engines(_build_policy(config, group, needs_reference=needs_reference), critic)
@@ -298,7 +302,7 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
     if settings.path is not None and vocabulary_size(settings.path) < vocabulary_size(config.model.path):
         raise ConfigError(
             f"the model in {settings.path} cannot be the critic of {config.model.path}",
-            why="its vocabulary is smaller, so it cannot read all tokens of the policy",
+            why="its vocabulary is smaller than the policy's, so some tokens of the policy are unknown to it",
             fix="set critic.path to a model with the same tokenizer, or to null",
         )
     return CriticEngine(
@@ -315,8 +319,8 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
 def _build_policy(config: Config, group: Group | None, *, needs_reference: bool) -> TrainEngine:
     settings = engine_settings(config)
     if config.train.engine == FSDP:
-        frozen = needs_reference and settings.lora is None  # an adapter's base is the reference
-        reference = ReferenceModel(settings, backend=get_backend(), group=group) if frozen else None
+        needs_copy = needs_reference and settings.lora is None  # with an adapter, its base is the reference
+        reference = ReferenceModel(settings, backend=get_backend(), group=group) if needs_copy else None
         return FsdpEngine(settings, backend=get_backend(), group=group, reference=reference)
     engine: TrainEngine = load_train_engine(config)(
         settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
@@ -359,12 +363,12 @@ def build_sender(
 
 
 def build_co_senders(store: Any) -> dict[str, CoSender]:
-    """Return the part of a rank above 0 in sending, by the link's name."""
+    """Return the co-senders of a rank above 0, which send its share of the weights, by the name of the link."""
     return {name: CoSender(store, name=name) for name in (POLICY, POLICY_BASE)}
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:
-    """Return the checkpoints of the run directory."""
+    """Return the checkpoint manager of the run directory."""
     return CheckpointManager(
         config.dir / "checkpoints",
         max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from hwrl.weights import TransportName
 
 _HEARTBEAT_GROUP = "heartbeat"
-"""A concurrency group of Ray with its own thread: ``ping`` answers while another call runs."""
+"""A concurrency group of Ray with its own thread: an actor answers ``ping`` while another call runs."""
 
 
 class ActorHandle:
-    """The handle of one actor. ``options`` are Ray's options for the actor."""
+    """The handle of one actor: creating it starts the actor's process. ``options`` are Ray's options for the actor."""
 
     def __init__(self, actor_class: type, *arguments: Any, **options: Any) -> None:
         remote_class = ray.remote(concurrency_groups={_HEARTBEAT_GROUP: 1})(actor_class)
@@ -51,11 +51,11 @@ class ActorHandle:
         return _send(self._actor.ping.options(concurrency_group=_HEARTBEAT_GROUP))
 
     def pid(self) -> Answer[int]:
-        """Return the number of the actor's process on its machine."""
+        """Return the process id of the actor on its machine."""
         return _send(self._actor.__ray_call__, _pid)
 
     def kill(self) -> None:
-        """End the process. Ray needs some seconds for a frozen one."""
+        """Kill the process. If it is frozen, Ray takes a few seconds."""
         ray.kill(self._actor)
 
 
@@ -68,7 +68,7 @@ class TrainerHandle(ActorHandle):
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int
     ) -> Answer[DeviceReport | None]:
-        """Build the rank; the answer names its device."""
+        """Build the rank; the answer reports the device that it really uses."""
         sending = {"transport": transport, "senders": senders}
         return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, **sending)
 
@@ -85,7 +85,7 @@ class TrainerHandle(ActorHandle):
         return _send(self._actor.publish_last_weights)
 
     def new_receivers(self) -> Answer[tuple[str, ...]]:
-        """Return the replicas that connected after the newest weights were sent."""
+        """Return the replicas that connected after the newest weights were sent. Call it on rank 0 only."""
         return _send(self._actor.new_receivers)
 
     def step(self, groups: Answer[list[PromptGroup]]) -> Answer[StepOutcome]:
@@ -93,19 +93,19 @@ class TrainerHandle(ActorHandle):
         return _send(self._actor.step, groups)
 
     def finish_profile(self) -> Answer[str | None]:
-        """Write a profile of steps if there is one to write; the answer is a sentence about it."""
+        """Write the profile if steps are recorded; the answer is a message for the log, or None."""
         return _send(self._actor.finish_profile)
 
     def save(self, ledger: dict[str, Any]) -> Answer[Metrics]:
-        """Save a checkpoint with the ledger's state; the answer says how long it took."""
+        """Save a checkpoint with the ledger's state; the answer has the seconds that the trainer waited for it."""
         return _send(self._actor.save, ledger)
 
     def export_model(self) -> Answer[None]:
-        """Write the model to the run directory."""
+        """Write the trained model to the run directory."""
         return _send(self._actor.export_model)
 
     def close(self) -> Answer[None]:
-        """Finish a save in the background and close all connections."""
+        """Wait for a save in the background and close all connections."""
         return _send(self._actor.close)
 
 
@@ -118,40 +118,40 @@ class ReplicaHandle(ActorHandle):
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
     ) -> Answer[DeviceReport | None]:
-        """Build the replica; the answer names its devices."""
+        """Build the replica; the answer reports the devices that it really uses."""
         return _send(self._actor.set_up, setup, replica=replica, replica_id=replica_id, seed=seed, ledger=ledger)
 
     def run(self) -> Answer[None]:
-        """Roll out until :meth:`stop`; the answer comes when the replica ends."""
+        """Roll out until :meth:`stop` or the end of :meth:`leave`. The answer is ready when the replica has ended."""
         return _send(self._actor.run)
 
     def evaluate(self, part: int, parts: int) -> Answer[Evaluation | None]:
-        """Evaluate the current weights on one of ``parts`` parts of the prompts; the answer is None if it has none."""
+        """Evaluate on part ``part`` of ``parts`` parts of the prompts; the answer is None if the part is empty."""
         return _send(self._actor.evaluate, part, parts)
 
     def leave(self) -> Answer[None]:
-        """Make :meth:`run` end when the leased prompts are finished."""
+        """Make :meth:`run` end when all leased prompts are finished."""
         return _send(self._actor.leave)
 
     def stop(self) -> Answer[None]:
-        """Make :meth:`run` end."""
+        """Make :meth:`run` end after its current turn."""
         return _send(self._actor.stop)
 
 
 class LedgerHandle(ActorHandle):
-    """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too.
+    """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas use it as well.
 
-    The ledger runs on the driver's machine. A ``replica_id`` names one life of a replica.
+    The ledger runs on the driver's machine. A ``replica_id`` names one process of a replica; its replacement has
+    another id.
     """
 
     def __init__(self, config: Config) -> None:
-        # If the driver's machine is lost, the run ends anyway. On another machine the ledger would be one more thing to
-        # lose.
+        # If the driver's machine is lost, the run ends anyway. On another machine, the ledger's loss would also end it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         super().__init__(LedgerActor, config, num_cpus=0, scheduling_strategy=here)
 
     def lease(self, count: int, replica_id: str) -> Answer[list[PromptLease]]:
-        """Request prompts for a replica."""
+        """Request leases of up to ``count`` sequence numbers for a replica."""
         return _send(self._actor.lease, count, replica_id)
 
     def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> Answer[None]:
@@ -159,32 +159,35 @@ class LedgerHandle(ActorHandle):
         return _send(self._actor.complete, groups, replica_id, stats)
 
     def fail(self, lease: PromptLease, reason: str) -> Answer[None]:
-        """Report a failed prompt."""
+        """Report a failed attempt at a prompt."""
         return _send(self._actor.fail, lease, reason)
 
     def renew(self, leases: Sequence[PromptLease], replica_id: str) -> Answer[None]:
-        """Report progress on prompts of a replica."""
+        """Report a replica's progress on ``leases``."""
         return _send(self._actor.renew, leases, replica_id)
 
     def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> Answer[None]:
-        """Limit the lead of the replicas, and lease nothing to ``asleep`` ones."""
+        """Limit the lead of the replicas, and lease nothing to those with the ids ``asleep``."""
         return _send(self._actor.set_throttle, lead_groups, asleep)
 
     def forget(self, replica_id: str) -> Answer[ForgottenReplica]:
-        """Take back all prompts of a dead replica."""
+        """Make all prompts of a dead replica free for others."""
         return _send(self._actor.forget, replica_id)
 
     def expire_overdue(self) -> Answer[list[str]]:
-        """Take back prompts without progress; the answer has the ids of the replicas that held them."""
+        """Make prompts without progress free for others; the answer has the ids of the replicas that had them."""
         return _send(self._actor.expire_overdue)
 
     def advance_and_take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
-        """Request a batch. The groups and their description are two answers: the driver reads the second one only."""
+        """Tell the ledger the newest published ``version``, and request a batch of ``count`` groups.
+
+        The two answers are the groups and their description. The driver reads only the second one.
+        """
         groups, info = self._actor.advance_and_take.options(num_returns=2).remote(count, version)
         return groups, info
 
     def abandon_take(self) -> Answer[None]:
-        """End a :meth:`take` that waits; it answers with None."""
+        """End a waiting :meth:`advance_and_take`. Its description is then None."""
         return _send(self._actor.abandon_take)
 
     def state_dict(self) -> Answer[dict[str, Any]]:
@@ -192,7 +195,7 @@ class LedgerHandle(ActorHandle):
         return _send(self._actor.state_dict)
 
     def load_state_dict(self, state: dict[str, Any], incarnation: int) -> Answer[None]:
-        """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
+        """Restore the state of a checkpoint, for a new incarnation of the trainer."""
         return _send(self._actor.load_state_dict, state, incarnation)
 
 

@@ -1,4 +1,8 @@
-"""The prompts of a run, in a process of a replica: read, compared with the run's inputs, tokenised, ordered."""
+"""Load the prompts of a run in the process of a replica: read, check, tokenise and order them.
+
+Each replica loads all prompts of the run. The ledger leases sequence numbers, and every replica finds the same prompt
+for a number.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from hwrl.user_code import load_function
 
 
 def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
-    """Return the model's tokenizer with the run's chat template and its options, for everything in a replica.
+    """Return the model's tokenizer, set to the run's chat template and its options. All parts of a replica use it.
 
-    Raises ConfigError for an option without effect.
+    Raises ConfigError if one of ``data.chat_template_kwargs`` has no effect.
     """
     tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
     if config.data.chat_template_file is not None:
@@ -27,7 +31,8 @@ def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
 def training_prompts(config: Config, inputs: RunInputs) -> PromptStream:
     """Return the stream of prompts to train on."""
     sets = [
-        PromptSet(one.name, _load(config, inputs, key=TRAIN, one=one), one.weight) for one in config.data.train_sets
+        PromptSet(data_set.name, _load(config, inputs, key=TRAIN, data_set=data_set), data_set.weight)
+        for data_set in config.data.train_sets
     ]
     target = config.data.curriculum
     curriculum = None if target is None else load_function(target, key=CURRICULUM, source=inputs.source(CURRICULUM))
@@ -35,23 +40,23 @@ def training_prompts(config: Config, inputs: RunInputs) -> PromptStream:
 
 
 def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the prompts for evaluations, set after set: none if the configuration has no evaluation data."""
+    """Return the evaluation prompts of all sets, one set after another; an empty list without evaluation data."""
     return [
         prompt
-        for one in config.data.eval_sets
-        for prompt in _load(config, inputs, key=EVAL, one=one)[: config.eval.prompts]
+        for data_set in config.data.eval_sets
+        for prompt in _load(config, inputs, key=EVAL, data_set=data_set)[: config.eval.prompts]
     ]
 
 
-def _load(config: Config, inputs: RunInputs, *, key: str, one: DataSetConfig) -> list[Prompt]:
+def _load(config: Config, inputs: RunInputs, *, key: str, data_set: DataSetConfig) -> list[Prompt]:
     tokenizer = run_tokenizer(config, inputs)
     prompts = load_prompts(
-        one.path,
-        content=inputs.read_data(data_key(key, one.name)),
+        data_set.path,
+        content=inputs.read_data(data_key(key, data_set.name)),
         encode=functools.partial(encode_prompt, tokenizer),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        keys=DataKeys(*config.data.keys_of(one)),
-        source=one.name,
+        keys=DataKeys(*config.data.keys_of(data_set)),
+        source=data_set.name,
     )
-    check_vocabulary(prompts, path=one.path, vocabulary=vocabulary_size(config.model.path))
+    check_vocabulary(prompts, path=data_set.path, vocabulary=vocabulary_size(config.model.path))
     return prompts

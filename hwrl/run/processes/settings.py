@@ -1,4 +1,4 @@
-"""The settings of a run's engines, from its configuration."""
+"""Translate the configuration of a run into the settings of its engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 def critic_settings(config: Config) -> EngineSettings:
-    """Return the settings of the critic's engine: the policy's, with a model and a learning rate of its own."""
+    """Return the settings of the critic's engine: those of the policy, except for the model and the learning rate."""
     return replace(
         engine_settings(config),
         model_directory=config.critic.path or config.model.path,
@@ -59,7 +59,7 @@ def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int =
 
 
 def rollout_sampling(config: Config) -> Sampling:
-    """Return the sampling of training prompts."""
+    """Return the sampling parameters for training prompts."""
     settings = config.rollout
     return Sampling(
         settings.max_new_tokens,
@@ -73,5 +73,5 @@ def rollout_sampling(config: Config) -> Sampling:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of forward and backward passes, rollout and export."""
+    """Return the dtype of the forward and backward passes, of rollout, and of the exported model."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

@@ -1,4 +1,4 @@
-"""A profile of some training steps of one rank, as a file for trace viewers."""
+"""Record torch's profiler during some training steps of one rank, and write the result for trace viewers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 
 PROFILES = "profile"
-"""The directory of profiles in a run directory."""
+"""The subdirectory of a run directory that holds profiles."""
 
 
 class StepProfile:
-    """Records torch's profiler over the steps ``first`` to ``last``, and writes ``steps_<from>-<to>.json.gz``.
+    """Records torch's profiler from step ``first`` to step ``last``, and writes ``steps_<from>-<to>.json.gz``.
 
-    The file is a Chrome trace. A run that resumes inside the range records the rest of it. No error of the profiler
-    ends a step: :meth:`finish` reports it. All calls must come from the same thread, as torch demands.
+    The file is a Chrome trace. A run that resumes between these steps records the remaining ones. An error of the
+    profiler does not end the step: :meth:`finish` reports it. All calls must come from the same thread; torch requires
+    this.
     """
 
     def __init__(self, first: int, last: int, *, directory: Path) -> None:
@@ -27,7 +28,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record ``step``, the block, if it is in the range; write the file after the last one."""
+        """Record the block as ``step`` if the step is in the range. Write the file after the last step of the range."""
         if self._first <= step <= self._last and self._outcome is None:
             self._start()
             self._recorded.append(step)
@@ -36,7 +37,7 @@ class StepProfile:
             self._write()
 
     def finish(self) -> str | None:
-        """Write the file if steps are recorded and it is not written; return a sentence about it, but only once."""
+        """Write the file if that is still to do. Return a message about the file or the error, once; then None."""
         self._write()
         outcome, self._outcome = self._outcome, None
         return outcome
@@ -60,11 +61,11 @@ class StepProfile:
             draft = path.with_name(f".tmp_{path.name}")
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
-            self._outcome = f"the profile of steps {steps} of trainer rank 0 is in {path}"
+            self._outcome = f"the profile of steps {steps} of trainer rank 0 was written to {path}"
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - a profiler may raise anything; finish reports it
-            self._outcome = f"there is no profile ({type(exc).__name__}: {exc}); the run continues without"
+            self._outcome = f"the profiler failed ({type(exc).__name__}: {exc}); the run continues without a profile"

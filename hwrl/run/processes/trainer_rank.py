@@ -1,4 +1,4 @@
-"""One rank of the trainer: the engine, the optimizer steps, the weight sender and the checkpoints, put together."""
+"""One rank of the trainer. It combines the engine, the optimizer steps, the weight sender and the checkpoints."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
 class TrainerRank:
-    """One rank of the trainer. All ranks make the same calls at the same time; ``senders`` of them send the weights.
+    """One rank of the trainer. All ranks make the same calls at the same time, except where a method says otherwise.
 
-    Rank 0 is one of these. ``incarnation`` counts the starts of the trainer. The constructor waits for the other ranks.
+    The first ``senders`` ranks send the weights. ``incarnation`` is the number of the trainer's starts before this one.
+    The constructor waits for the other ranks.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TrainerRank:
     # -- training and weights --------------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
-        """Train on ``groups``, and send the weights if they are due; return the metrics of both, and samples."""
+        """Train on ``groups``, and send the weights if they are due. Return the metrics of both and a few samples."""
         samples = self._pick_samples(groups)
         with self._profiled(), self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
@@ -108,11 +109,15 @@ class TrainerRank:
         )
 
     def finish_profile(self) -> str | None:
-        """Write the profile if there is one to write; return a sentence about it for the log, but only once."""
+        """Write the profile if steps are recorded; see :meth:`StepProfile.finish`. Ranks above 0 return None."""
         return None if self._profile is None else self._profile.finish()
 
     def send_weights(self) -> None:
-        """Send the current weights between two steps. The metrics of the next step include the LoRA bytes of this."""
+        """Send the current weights between two steps, with the number of the trainer's newest version.
+
+        With ``trigger_parameter_sync_step`` above 1 the weights may be newer than this number says: a replica that
+        joins between two versions gets the weights of the latest step. The LoRA metrics are added to the next step's.
+        """
         sent = self._send()
         for name in SENT:
             if name in sent:
@@ -128,7 +133,7 @@ class TrainerRank:
         self._send()
 
     def new_receivers(self) -> tuple[str, ...]:
-        """Return the replicas that connected after the newest weights were sent; always none on ranks above 0."""
+        """Return the replicas that connected after the newest weights were sent. On ranks above 0: nothing."""
         return () if self._sender is None else self._sender.new_receivers()
 
     def _send(self) -> Metrics:
@@ -154,7 +159,7 @@ class TrainerRank:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, ledger: dict[str, Any]) -> Metrics:
-        """Save a checkpoint of this moment, with the ledger's state; return how long it took."""
+        """Save a checkpoint of the current state and the ledger's state; return how long the trainer waited for it."""
         with self._trainer.saving(), self._engines.saved_state() as (state, offloader):
             report = self._checkpoints.save(
                 self._trainer.steps_done,
@@ -182,13 +187,13 @@ class TrainerRank:
             self._check_base(resumed.extra["adapter"])
             self._engines.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
-        if self._rank < len(resumed.rank_extras):  # a rank that the saved run did not have keeps its initial state
+        if self._rank < len(resumed.rank_extras):  # other ranks did not exist in the saved run; they keep their state
             set_rng_state(resumed.rank_extras[self._rank]["rng"], get_backend())
-        skipped = [(str(one.path), one.reason) for one in resumed.skipped]
+        skipped = [(str(checkpoint.path), checkpoint.reason) for checkpoint in resumed.skipped]
         return RestoredRun(resumed.step, resumed.extra["ledger"], skipped, changed)
 
     def _adapter(self) -> dict[str, Any] | None:
-        """Return the identity of the adapter for a checkpoint; None if the whole model is trained."""
+        """Return what identifies the adapter in a checkpoint; None if the whole model is trained."""
         lora = self._config.model.lora
         return None if lora is None else {"base": self._engine.base, "config": lora.peft_config()}
 
@@ -197,7 +202,7 @@ class TrainerRank:
         if saved_base != self._engine.base:
             raise ConfigError(
                 f"the checkpoint's adapter does not belong to the model in {self._config.model.path}",
-                why="it was trained on another base: the configuration or the weights of the model have changed",
+                why="it was trained on another base model: the model's configuration or weights have changed",
                 fix="restore the old model, or start a new run in another dir=…",
             )
 
@@ -207,7 +212,7 @@ class TrainerRank:
         """Write the trained model to the run directory, in the format of transformers."""
         directory = self._config.dir / MODEL_DIRECTORY
         try:
-            directory.mkdir(exist_ok=True)  # if a file has this name, transformers writes nothing and raises nothing
+            directory.mkdir(exist_ok=True)  # raises for a file; transformers would silently write nothing
             with self._engine.on_device(optimizer=False):
                 self._engine.export(directory)
         except (OSError, SafetensorError) as exc:
@@ -218,7 +223,7 @@ class TrainerRank:
             ) from exc
 
     def close(self) -> None:
-        """Finish a save in the background, and close all connections. Raises if the save failed."""
+        """Wait for a save in the background, and close all connections. Raises if the save failed."""
         try:
             self._checkpoints.close()
         finally:
@@ -237,14 +242,14 @@ def _profile_of(config: Config) -> StepProfile | None:
 
 
 def _sync_metrics(report: SyncReport) -> Metrics:
-    """Return the metrics of a transfer. The stages of the base count together with those of the version."""
-    parts = [report.policy] if report.base is None else [report.policy, report.base]
-    stages = dict.fromkeys(stage for part in parts for stage in part.seconds)
+    """Return the metrics of a transfer. If a base was sent as well, its bytes and seconds are added to the policy's."""
+    transfers = [report.policy] if report.base is None else [report.policy, report.base]
+    stages = dict.fromkeys(stage for transfer in transfers for stage in transfer.seconds)
     metrics = {
-        "sync/nbytes": float(sum(part.nbytes for part in parts)),
+        "sync/nbytes": float(sum(transfer.nbytes for transfer in transfers)),
         "sync/receivers": float(report.policy.receivers),
-        "sync/excluded": float(sum(len(part.excluded) for part in parts)),
-        **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
+        "sync/excluded": float(sum(len(transfer.excluded) for transfer in transfers)),
+        **{f"sync/{stage}_s": sum(transfer.seconds.get(stage, 0.0) for transfer in transfers) for stage in stages},
     }
     if report.plan.what == "full":
         return metrics

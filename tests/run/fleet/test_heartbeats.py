@@ -70,7 +70,7 @@ def test_the_loss_of_a_machine_or_of_memory_is_told_in_its_words() -> None:
     dead = (
         "The actor died because its node has died. Node Id: 12ab\n\tthe actor's node was terminated unexpectedly: lost"
     )
-    assert why_died(ActorDiedError(context(error_message=dead, actor_id=bytes(16)))) == "its machine is lost"
+    assert why_died(ActorDiedError(context(error_message=dead, actor_id=bytes(16)))) == "its machine was lost"
     full = "Task was killed due to the node running low on memory.\nMemory on the node was 15 GB / 15 GB"
-    assert why_died(OutOfMemoryError(full)) == "its machine had too little memory, and Ray ended it"
+    assert why_died(OutOfMemoryError(full)) == "its machine ran out of memory, and Ray killed it"
     assert why_died(ActorDiedError()) == "The actor died unexpectedly before finishing this task."

@@ -40,7 +40,7 @@ def test_the_trace_has_the_parts_of_the_steps_in_the_range_and_of_no_others(
     profile = StepProfile(2, 3, directory=tmp_path / "profile")
     said, later = train(model_directory, profile, range(1, 5), last=3)
     (path,) = (tmp_path / "profile").iterdir()
-    assert said == f"the profile of steps 2-3 of trainer rank 0 is in {path}"
+    assert said == f"the profile of steps 2-3 of trainer rank 0 was written to {path}"
     ranges = count_ranges(path)
     assert ranges["hwrl.update"] == 2
     assert ranges.keys() >= {"hwrl.backward", "hwrl.forward", "hwrl.pack"}
@@ -61,4 +61,4 @@ def test_a_profile_that_cannot_be_written_is_reported_and_ends_nothing(model_dir
     profile = StepProfile(1, 1, directory=tmp_path / "profile")
     said, later = train(model_directory, profile, range(1, 3), last=1)
     assert said is not None and later is None
-    assert said.startswith("there is no profile (FileExistsError") and said.endswith("the run continues without")
+    assert said.startswith("the profiler failed (FileExistsError") and said.endswith("continues without a profile")
