@@ -1,4 +1,35 @@
-"""Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
+"""Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions.
+
+A link has a name in a store. A sender publishes versions on it, and all receivers of a version commit it together.
+Control messages travel through the store; the bytes travel by a transport. One round of a version::
+
+    sender                                         each receiver
+    ------                                         -------------
+                                                   JOIN (once)
+    PROPOSAL   version, layout hash, receivers -->
+                                               <-- READY
+    START      go, or withdrawn                -->
+    transfer   slabs, then checksums           ==> compare the checksums
+                                               <-- VOTE      whole, corrupt or torn
+    DECISION   committed, again or given up    -->
+
+If a round does not commit, another one follows, without the receivers at fault. The host transport has no READY, START,
+VOTE and DECISION: the sender stores the version, and each receiver fetches it when it is ready.
+
+The objects on the way, from the user's call to the memory:
+
+- Sender: :class:`WeightSender` → ``SenderLink`` (what stays between versions) → ``Transaction`` (one version) →
+  :class:`SenderRound` (one attempt) → a :class:`TransportSender`, which reads the :class:`WeightSource` by a
+  :class:`TensorReader` and packs slabs into a :class:`SlabRing`.
+- Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START; ``MemberRound``) →
+  :class:`WeightIntake` (the bytes of one member) → ``Participant`` (transfer, VOTE, DECISION) → :class:`ReceiverRound`
+  (one attempt) → a :class:`TransportReceiver`, which fills a :class:`Destination`.
+- Receiver in an engine: the engine's process has the :class:`LinkRegistrations`, and each worker an
+  :class:`EngineReceiver` with a :class:`WeightIntake`.
+
+Nothing here authenticates anybody: whoever reaches the store can join a link or depose its sender. The store keeps
+strangers out (:mod:`hwrl.comm`).
+"""
 
 from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender

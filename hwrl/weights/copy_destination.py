@@ -1,4 +1,7 @@
-"""Receive into tensors that hold parts of the sent ones: whole tensors, rows, columns, several in one."""
+"""Receives into tensors that differ from the sent ones, by copy rules: whole tensors, rows, columns, fused tensors.
+
+Not a ``dist.scatter``: this receiver gets all bytes, and copies the elements that it needs.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from hwrl.weights.slabs import INTEGERS, SlabLease, SlabRing
 
 @dataclass(frozen=True)
 class CopyRule:
-    """Elements of the sent tensor ``name`` for ``target``.
+    """Copies elements of the sent tensor ``name`` to ``target``.
 
-    They are a view of the contiguous sent tensor: the shape of ``target``, ``stride`` in elements, beginning at element
-    ``offset``. ``target`` may have any strides, and may have another dtype.
+    The elements are a view of the contiguous sent tensor. The view has the shape of ``target`` and the strides
+    ``stride``, and begins at element ``offset``. ``target`` may have other strides and another dtype.
     """
 
     name: str
@@ -30,12 +33,12 @@ class CopyRule:
 
     @classmethod
     def whole(cls, name: str, target: torch.Tensor) -> CopyRule:
-        """Return the rule of a target for all of ``name``."""
+        """Return the rule that copies all of ``name`` to ``target``."""
         return cls(name, target, torch.empty(target.shape, device="meta").stride())
 
 
 class _CopyBlock(NamedTuple):
-    """A block of elements: its (size, sent stride, target stride) by dimension, and both first elements."""
+    """A block of elements: (size, sent stride, target stride) of each dimension, and the first elements of both."""
 
     dims: tuple[tuple[int, int, int], ...]
     sent: int
@@ -43,7 +46,7 @@ class _CopyBlock(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A block for ``target``, a view of the wanted tensor, from byte ``at`` of a slab. ``dtype`` is the sent one."""
+    """The copy of a block to ``target``, a view of a rule's target. Its elements begin at byte ``at`` of the slab."""
 
     target: torch.Tensor
     at: int
@@ -53,24 +56,24 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _SlabCopies:
-    """The copies of one slab, in groups for batched calls: targets, and where each one's elements are in the slab."""
+    """The copies of one slab, in groups for batched calls."""
 
     groups: list[list[_Copy]]
     direct: torch.Tensor | None
-    """The targets' memory, if the slab can be received there."""
+    """The targets' memory, if the slab can be received directly into it."""
 
     def __post_init__(self) -> None:
         self.targets = [[copy.target for copy in group] for group in self.groups]
 
 
 class CopyDestination:
-    """The receiver's own tensors as the place of each version: every rule's elements go to its target.
+    """A destination of the receiver's own tensors. Each rule copies its elements to its target.
 
-    A slab is received straight into the targets where they lie in memory as the slab does. Otherwise it is received
-    into a slot of a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and copied from there in batches: those
-    between contiguous memory in one, those of slices in another. All of it is planned here, once. ``constants`` are
-    tensors with the value of all their elements; they are filled in each version. Raises LayoutMismatchError if a rule
-    does not fit its tensor.
+    A slab is received directly into its targets if they are in memory as in the slab. Otherwise it is received into a
+    ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and copied from there in batches: copies between
+    contiguous memory in one batch, copies of slices in another. This is planned once, when the destination is made.
+    ``constants`` are pairs of a tensor and the value of all its elements, filled in for each version. Raises
+    LayoutMismatchError if a rule does not fit its tensor.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class CopyDestination:
     ) -> None:
         self.tensors: Mapping[str, torch.Tensor] = tensors or {}
         self._constants, self._device = constants, backend.device()
-        by_entry = _by_entry(layout, rules, backend.device())
+        by_entry = _rules_by_entry(layout, rules, backend.device())
         self._copies = [self._plan(layout, slab, by_entry) for slab in layout.slabs]
         largest = max((slab.nbytes for slab in layout.slabs), default=0)
         self.slots: int | None = ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes)
@@ -102,7 +105,7 @@ class CopyDestination:
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
     ) -> CopyDestination:
-        """Return the place of whole tensors in ``targets``, of the sent names, shapes and dtypes."""
+        """Return a destination of whole tensors, ``targets``, with the names, shapes and dtypes of the sent ones."""
         for entry in layout.entries:
             _check_target(entry, targets.get(entry.name), backend.device())
         tensors = {entry.name: targets[entry.name].detach() for entry in layout.entries}
@@ -111,10 +114,10 @@ class CopyDestination:
         )
 
     def begin(self) -> None:
-        """Do nothing: slabs overwrite the targets as they come."""
+        """Do nothing: slabs overwrite the targets as they arrive."""
 
     def memory_for(self, index: int) -> SlabLease:
-        """Return the targets' memory, or a slot of the ring."""
+        """Return the memory of the targets, or a slot of the ring."""
         direct = self._copies[index].direct
         return self._ring.lease(index) if direct is None else SlabLease(index, direct)
 
@@ -128,20 +131,20 @@ class CopyDestination:
             torch._foreach_copy_(targets, elements)
 
     def finish(self) -> None:
-        """Fill the constants."""
+        """Fill in the constants."""
         with torch.no_grad():
             for target, value in self._constants:
                 target.fill_(value)
 
     def cancel(self) -> None:
-        """Do nothing: the next version overwrites all of it."""
+        """Do nothing: the next version overwrites all targets."""
 
     def release(self) -> None:
-        """Free the ring. All slabs are stored; the next one allocates it again."""
+        """Free the ring. No slab is under way; the next slab allocates the ring again."""
         self._ring.release()
 
     def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return the destination of ``layout``, as the receiver makes it."""
+        """Return the destination that ``make_destination`` makes for ``layout``."""
         return make_destination(layout)
 
     def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
@@ -151,33 +154,33 @@ class CopyDestination:
             begin, end = piece.start // dtype.itemsize, (piece.start + piece.nbytes) // dtype.itemsize
             shift = piece.at // dtype.itemsize - begin
             for rule in rules.get(piece.entry, ()):
-                for box in _boxes_of(rule, begin, end):
-                    copies.append(_copy_of(box, rule.target, dtype, shift))
+                for block in _blocks_of(rule, begin, end):
+                    copies.append(_copy_of(block, rule.target, dtype, shift))
         direct = _direct_memory(layout, slab, copies, self._device)
         return _SlabCopies([] if direct is not None else _grouped(copies), direct)
 
 
-def _by_entry(layout: WeightLayout, rules: Iterable[CopyRule], device: torch.device) -> dict[int, list[CopyRule]]:
-    """Return the rules by the number of the entry that has their bytes."""
+def _rules_by_entry(layout: WeightLayout, rules: Iterable[CopyRule], device: torch.device) -> dict[int, list[CopyRule]]:
+    """Return the rules, by the number of the entry whose bytes they copy."""
     numbers = {entry.name: number for number, entry in enumerate(layout.entries)}
     found: dict[int, list[CopyRule]] = {}
     for rule in rules:
         if rule.name not in numbers:
-            raise _no_place(rule.name, "the sender has no tensor of this name")
+            raise _cannot_receive(rule.name, "the sender has no tensor of this name")
         entry = layout.entries[numbers[rule.name]]
         ends = [(size - 1) * stride for size, stride in zip(rule.target.shape, rule.stride, strict=True)]
         last = rule.offset + sum(ends)
         if rule.target.numel() and not 0 <= rule.offset <= last < entry.nbytes // entry.dtype.itemsize:
             sent = f"{entry.dtype} {list(entry.shape)}"
-            raise _no_place(rule.name, f"the sender has it as {sent}, and element {last} is wanted")
+            raise _cannot_receive(rule.name, f"the sender has it as {sent}, and a rule copies element {last}")
         if rule.target.device != device:
-            raise _no_place(rule.name, f"its target is on {rule.target.device}, and it is received on {device}")
+            raise _cannot_receive(rule.name, f"its target is on {rule.target.device}, and the receiver is on {device}")
         found.setdefault(numbers[entry.alias_of or entry.name], []).append(rule)
     return found
 
 
 def whole_rules(layout: WeightLayout, targets: Mapping[str, torch.Tensor]) -> list[CopyRule]:
-    """Return the rules for whole tensors in ``targets``; of tensors tied on both sides the first has one."""
+    """Return the rules that copy whole tensors to ``targets``; one rule for tensors that are tied on both sides."""
     return [
         CopyRule.whole(entry.name, targets[entry.name])
         for entry in layout.entries
@@ -188,8 +191,8 @@ def whole_rules(layout: WeightLayout, targets: Mapping[str, torch.Tensor]) -> li
 # -- blocks of elements ---------------------------------------------------------------------------------------------
 
 
-def _boxes_of(rule: CopyRule, begin: int, end: int) -> Iterator[_CopyBlock]:
-    """Yield the rule's elements that are elements ``begin`` to ``end`` of the sent tensor, as few blocks."""
+def _blocks_of(rule: CopyRule, begin: int, end: int) -> Iterator[_CopyBlock]:
+    """Yield the rule's elements among elements ``begin`` to ``end`` of the sent tensor, in few blocks."""
     dims = zip(rule.target.shape, rule.stride, rule.target.stride(), strict=True)
     sized = sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1], reverse=True)
     if rule.target.numel():
@@ -197,7 +200,7 @@ def _boxes_of(rule: CopyRule, begin: int, end: int) -> Iterator[_CopyBlock]:
 
 
 def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return the dimensions, with neighbours that are contiguous on both sides as one."""
+    """Return the dimensions after merging neighbours that are contiguous on both sides."""
     merged: list[tuple[int, int, int]] = []
     for size, sent, target in dims:
         if merged and merged[-1][1:] == (size * sent, size * target):
@@ -208,7 +211,7 @@ def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 
 def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: int, end: int) -> Iterator[_CopyBlock]:
-    """Yield the part of a block between two elements of the sent tensor. ``dims`` have falling strides there."""
+    """Yield the part of a block between two elements of the sent tensor. The sent strides in ``dims`` must fall."""
     last = sent + sum((size - 1) * stride for size, stride, _ in dims)
     if last < begin or sent >= end:
         return
@@ -216,7 +219,7 @@ def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: 
         yield _CopyBlock(dims, sent, target)
         return
     (size, stride, target_stride), inner = dims[0], dims[1:]
-    span = last - sent - (size - 1) * stride  # of one index, less one
+    span = last - sent - (size - 1) * stride  # from the first to the last element of one index
     if stride == 0:
         first, full, rest, stop = 0, 0, 0, size
     else:
@@ -233,14 +236,14 @@ def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: 
         yield from _cut(inner, sent + index * stride, target + index * target_stride, begin, end)
 
 
-def _copy_of(box: _CopyBlock, target: torch.Tensor, dtype: torch.dtype, shift: int) -> _Copy:
-    """Return the copy of ``box``; ``shift`` leads from elements of the tensor to elements of the slab."""
-    shape, stride = [dim[0] for dim in box.dims], tuple(dim[1] for dim in box.dims)
-    view = target.detach().as_strided(shape, [dim[2] for dim in box.dims], box.target)
-    if target.dtype == dtype:  # as integers: a batched copy of small floats may change the bits of a NaN
+def _copy_of(block: _CopyBlock, target: torch.Tensor, dtype: torch.dtype, shift: int) -> _Copy:
+    """Return the copy of ``block``; ``shift`` is the slab's element number minus the tensor's."""
+    shape, stride = [dim[0] for dim in block.dims], tuple(dim[1] for dim in block.dims)
+    view = target.detach().as_strided(shape, [dim[2] for dim in block.dims], block.target)
+    if target.dtype == dtype:  # copy as integers, because a batched copy of small floats may change the bits of a NaN
         dtype = INTEGERS[dtype.itemsize]
         view = view.view(dtype)
-    return _Copy(view, (box.sent + shift) * dtype.itemsize, stride, dtype)
+    return _Copy(view, (block.sent + shift) * dtype.itemsize, stride, dtype)
 
 
 def _is_plain(copy: _Copy) -> bool:
@@ -250,7 +253,7 @@ def _is_plain(copy: _Copy) -> bool:
 
 
 def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
-    """Return the copies by what a batched call takes together: one slice would make it copy each by itself."""
+    """Return the copies in groups for batched calls. A slice among contiguous copies would make the call slow."""
     groups: dict[tuple[bool, torch.dtype, torch.dtype], list[_Copy]] = {}
     for copy in copies:
         groups.setdefault((_is_plain(copy), copy.dtype, copy.target.dtype), []).append(copy)
@@ -258,7 +261,7 @@ def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
 
 
 def _sources(copies: _SlabCopies, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return each group's elements as views of a slot's ``memory``."""
+    """Return the elements of each group as views of a slot's ``memory``."""
     return [
         [
             memory.view(copy.dtype).as_strided(copy.target.shape, copy.stride, copy.at // copy.dtype.itemsize)
@@ -271,7 +274,7 @@ def _sources(copies: _SlabCopies, memory: torch.Tensor) -> list[list[torch.Tenso
 def _direct_memory(
     layout: WeightLayout, slab: Slab, copies: Sequence[_Copy], device: torch.device
 ) -> torch.Tensor | None:
-    """Return the slab as memory of the targets; None if they lie otherwise, or if bytes between them are not theirs."""
+    """Return the slab as memory of its targets; None if that differs from the slab or has bytes of other tensors."""
     if not copies or not all(map(_is_plain, copies)):
         return None
     ordered = sorted(copies, key=lambda copy: copy.at)
@@ -296,22 +299,24 @@ def _first_byte(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device) -> None:
     if target is None:
-        raise _no_place(entry.name, "the receiver has no tensor of this name")
+        raise _cannot_receive(entry.name, "the receiver has no tensor of this name")
     if target.dtype != entry.dtype or target.shape != entry.shape:
         sent = f"{entry.dtype} {list(entry.shape)}"
-        raise _no_place(entry.name, f"the sender has it as {sent}, the receiver as {target.dtype} {list(target.shape)}")
+        raise _cannot_receive(
+            entry.name, f"the sender has it as {sent}, the receiver as {target.dtype} {list(target.shape)}"
+        )
     if target.device != device:
-        raise _no_place(entry.name, f"the receiver has it on {target.device}, and receives on {device}")
+        raise _cannot_receive(entry.name, f"the receiver has it on {target.device}, and is itself on {device}")
 
 
-def _no_place(name: str, why: str) -> LayoutMismatchError:
+def _cannot_receive(name: str, why: str) -> LayoutMismatchError:
     return LayoutMismatchError(
         f"tensor {name!r} cannot be received in place",
         why=why,
-        fix="give WeightReceiver(into=…) tensors like the sender's, or receive without it and load what you get",
+        fix="give WeightReceiver(into=…) tensors like the sender's, or receive without `into` and load the result",
     )

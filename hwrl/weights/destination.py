@@ -1,4 +1,4 @@
-"""Where a receiver puts a version: room for two versions, the receiver's own tensors, or a loader of tensors."""
+"""Where a receiver puts a version: a double buffer, the receiver's own tensors, or a loader that takes tensors."""
 
 from __future__ import annotations
 
@@ -13,63 +13,64 @@ from hwrl.weights.layout import NamedTensor, WeightLayout, view_bytes
 from hwrl.weights.slabs import SlabLease, SlabRing
 
 RING_NBYTES = 1 << 30
-"""The most memory of a receiver's ring, by default."""
+"""The default limit for the memory of a receiver's ring."""
 
 
 class Destination(Protocol):
-    """Where a receiver puts the tensors of one layout, slab by slab. A version is ``begin``, its slabs, ``finish``.
+    """Where a receiver puts the tensors of one layout, slab by slab.
 
-    ``memory_for`` and ``store`` only queue work on the current stream.
+    For each version the receiver calls ``begin``, then ``memory_for`` and ``unpack`` for each slab, then ``finish`` or
+    ``cancel``. ``memory_for`` and ``unpack`` only queue work on the current stream.
     """
 
     slots: int | None
-    """How many slabs may be under way at once; None: any number."""
+    """How many slabs may be under way at once; None means any number."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The newest version's tensors, in the sender's order; empty if the destination gives them to a loader."""
+    """The newest version's tensors, in the sender's order; empty if a loader takes them."""
 
     def begin(self) -> None:
-        """Prepare for a version; from here on the version before is lost, unless there is room for two."""
+        """Prepare for a version. From here on the version before is lost, unless there is memory for two."""
 
     def memory_for(self, index: int) -> SlabLease:
-        """Return the memory to receive slab ``index`` into. Call it in the order of the slabs."""
+        """Return the memory to receive slab ``index`` into. Slabs come in order."""
 
     def unpack(self, lease: SlabLease) -> None:
-        """Bring a received slab to its tensors, if it is not there yet."""
+        """Copy a received slab to its tensors, if it is not in their memory already."""
 
     def finish(self) -> None:
-        """Complete the version. All of it has come, and is what was sent."""
+        """Complete the version. All its bytes have arrived and were verified."""
 
     def cancel(self) -> None:
-        """Drop the version that was begun and is not complete."""
+        """Drop the version that was begun."""
 
     def release(self) -> None:
-        """Free the ring, if there is one. All slabs are stored; the next one allocates the ring again."""
+        """Free the ring, if there is one. No slab is under way; the next slab allocates the ring again."""
 
     def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return the destination of further tensors of the version that was begun: those of ``layout``.
+        """Return the destination for another chapter of the version that was begun, with the tensors of ``layout``.
 
-        ``make_destination`` made this one. Raises LayoutMismatchError if there is no place for a tensor.
+        ``make_destination`` has made this destination. Raises LayoutMismatchError if a tensor has no destination.
         """
 
 
 DestinationFactory = Callable[[WeightLayout], Destination]
-"""Makes the destination of a layout's versions; LayoutMismatchError if it has no place for one of the tensors."""
+"""Makes the destination for a layout's versions. Raises LayoutMismatchError if a tensor has no destination."""
 
 
 def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) -> int:
-    """Return how many slots a receiver's ring has: at most ``slabs``, in ``ring_nbytes``, and at least one."""
+    """Return the number of slots in a receiver's ring: at most ``slabs``, within ``ring_nbytes``, and at least one."""
     return max(1, min(slabs, ring_nbytes // max(slab_nbytes, 1)))
 
 
 def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
-    """Return the most bytes that a receiver allocates for ``layout`` beside the place of the tensors."""
+    """Return the most bytes that a receiver allocates for ``layout`` in addition to the tensors themselves."""
     largest = max((slab.nbytes for slab in layout.slabs), default=0)
     return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))
 
 
 class FlatVersion:
-    """Memory for one version in the layout's order: ``flat``, with its slabs and tensors as views.
+    """Memory for one version, in the order of the layout: ``flat``, with its slabs and tensors as views.
 
     ``flat`` is 1-d uint8, at least as large as the layout, at an aligned address.
     """
@@ -85,7 +86,7 @@ class FlatVersion:
 
 
 class DoubleBuffer:
-    """Room for two versions in turn: one serves while the next arrives. Each is allocated when it is first needed."""
+    """Memory for two versions. One is valid while the next is received into the other. Allocated at the first need."""
 
     slots: int | None = None
 
@@ -96,38 +97,38 @@ class DoubleBuffer:
         self.tensors: Mapping[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Take the spare version's memory."""
+        """Allocate the spare version, if it is not allocated yet."""
         self._spare = self._spare or FlatVersion.on(self._device, self._layout)
 
     def memory_for(self, index: int) -> SlabLease:
-        """Return the slab's part of the spare version."""
-        assert self._spare is not None, "begin comes first"
+        """Return the slab's memory in the spare version."""
+        assert self._spare is not None, "begin was not called"
         return SlabLease(index, self._spare.slabs[index])
 
     def unpack(self, lease: SlabLease) -> None:
         """Do nothing: slabs are received in place."""
 
     def finish(self) -> None:
-        """Let the spare version be the newest."""
-        assert self._spare is not None, "begin comes first"
+        """Make the spare version the newest."""
+        assert self._spare is not None, "begin was not called"
         self.tensors = self._spare.tensors
         self._spare, self._newest = self._newest, self._spare
 
     def cancel(self) -> None:
-        """Do nothing: the next version overwrites it."""
+        """Do nothing: the next version overwrites the spare memory."""
 
     def release(self) -> None:
         """Do nothing: there is no ring."""
 
     def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return another room for two versions."""
+        """Return another double buffer."""
         return make_destination(layout)
 
 
 class ChapteredDestination:
-    """The destinations of one version: ``first`` for chapter 0, and one for each further chapter.
+    """The destinations of one version: ``first`` for chapter 0, and another one for each later chapter.
 
-    ``make_destination`` is the receiver's.
+    ``make_destination`` is the receiver's function.
     """
 
     def __init__(self, layout: WeightLayout, first: Destination, make_destination: DestinationFactory) -> None:
@@ -136,18 +137,18 @@ class ChapteredDestination:
         self.nbytes = layout.payload_nbytes
         """The bytes of the tensors of all chapters so far."""
         self.tensors: Mapping[str, torch.Tensor] = {}
-        """The newest version's tensors, in the sender's order; empty if a loader has them."""
+        """The newest version's tensors, in the sender's order; empty if a loader takes them."""
 
     def begin(self) -> Destination:
-        """Prepare for a version; return the destination of its chapter 0."""
+        """Prepare for a version, and return the destination of its chapter 0."""
         del self._destinations[1:]
         self.nbytes = self._layout.payload_nbytes
         self._destinations[0].begin()
         return self._destinations[0]
 
     def begin_chapter(self, layout: WeightLayout) -> Destination:
-        """Return the destination of another chapter. Raises LayoutMismatchError if there is no place for a tensor."""
-        self._destinations[-1].release()  # there is one ring at a time
+        """Return the destination of the next chapter. Raises LayoutMismatchError if a tensor has no destination."""
+        self._destinations[-1].release()  # so that there is only one ring at a time
         newest = self._destinations[0].further(layout, self._make_destination)
         self._destinations.append(newest)
         newest.begin()
@@ -156,7 +157,7 @@ class ChapteredDestination:
 
     def finish(self) -> None:
         """Complete the version."""
-        for destination in reversed(self._destinations):  # the first one last: it completes the version of a loader
+        for destination in reversed(self._destinations):  # the first one last, because it ends the loader's version
             destination.finish()
         self.tensors = {name: tensor for one in self._destinations for name, tensor in one.tensors.items()}
 
@@ -167,27 +168,27 @@ class ChapteredDestination:
 
 
 class TensorLoader(Protocol):
-    """Takes a version tensor by tensor, as an engine's own loaders do."""
+    """Takes a version tensor by tensor, as the weight loaders of engines do."""
 
     def begin(self) -> None:
-        """Prepare for a version. A version that was begun and cancelled may have left a mixture."""
+        """Prepare for a version. A cancelled version may have left a mixture of two versions."""
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Take whole tensors, in the sender's order of slabs. They are the loader's to keep, and never overwritten."""
+        """Take whole tensors, in the order of the slabs. The loader owns them; nothing overwrites them."""
 
     def finish(self) -> None:
-        """Complete the version: all tensors were given."""
+        """Complete the version. All its tensors were loaded."""
 
     def cancel(self) -> None:
-        """Drop the version that was begun. The next whole version must be able to repair what it leaves."""
+        """Drop the version that was begun. The next complete version must repair what this one leaves."""
 
 
 class TensorStream:
-    """Gives tensors to ``loader`` as they arrive, each in memory of its own.
+    """Gives tensors to ``loader`` as they arrive, each in its own memory.
 
-    Holds a ring of at most ``slots`` slabs, the tensors that have come in part, and what the loader keeps. A tensor
-    with slabs of its own is received straight into the tensor that the loader gets. The loader works on the stream
-    that is current when this is made.
+    It holds a ring of at most ``slots`` slabs and the tensors of which only a part has arrived; the loader owns the
+    others. A tensor with slabs of its own is received directly into its memory. The loader works on the stream that is
+    current when this is made.
     """
 
     tensors: Mapping[str, torch.Tensor] = {}
@@ -197,11 +198,11 @@ class TensorStream:
         self.slots: int | None = slots
         self._ring = SlabRing(layout, backend=backend, slabs=slots)
         self._stream = backend.current_stream()
-        self._parts: dict[int, torch.Tensor] = {}  # by the entry's number: not whole yet
+        self._parts: dict[int, torch.Tensor] = {}  # by the entry's number: tensors of which only a part has arrived
         self._names = _names_of(layout)
 
     def begin(self) -> None:
-        """Begin the loader's version, and give it the tensors without a byte."""
+        """Begin the loader's version, and give it the tensors without bytes."""
         self._parts.clear()
         self._loader.begin()
         entries = enumerate(self._layout.entries)
@@ -210,12 +211,12 @@ class TensorStream:
             self._loader.load(empty)
 
     def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> TensorStream:
-        """Return a stream of further tensors to the loader, which begins and ends its version only once."""
+        """Return a stream for another chapter, to the same loader; this stream begins and ends the version."""
         assert self.slots is not None
-        return TensorStream(layout, _Further(self._loader), backend=self._backend, slots=self.slots)
+        return TensorStream(layout, _ChapterLoader(self._loader), backend=self._backend, slots=self.slots)
 
     def memory_for(self, index: int) -> SlabLease:
-        """Return memory of the only tensor in the slab, or a slot of the ring."""
+        """Return memory of the tensor if it is alone in the slab, else a slot of the ring."""
         pieces = self._layout.slabs[index].pieces
         if len(pieces) > 1:
             return self._ring.lease(index)
@@ -224,7 +225,7 @@ class TensorStream:
         return SlabLease(index, raw[piece.start : piece.start + piece.nbytes])
 
     def unpack(self, lease: SlabLease) -> None:
-        """Give the loader the tensors that are whole with this slab."""
+        """Give the loader the tensors that are complete with this slab."""
         pieces = self._layout.slabs[lease.index].pieces
         if lease.copied:
             for piece in pieces:
@@ -249,7 +250,7 @@ class TensorStream:
         self._loader.cancel()
 
     def release(self) -> None:
-        """Free the ring. All slabs are stored; the next one allocates it again."""
+        """Free the ring. No slab is under way; the next slab allocates the ring again."""
         self._ring.release()
 
     def _part(self, number: int) -> torch.Tensor:
@@ -258,7 +259,7 @@ class TensorStream:
         return self._parts[number]
 
     def _new(self, number: int) -> torch.Tensor:
-        """Return memory for tensor ``number``; writes on the current stream wait for what used the memory before."""
+        """Return memory for tensor ``number``. Writes on the current stream wait for earlier uses of that memory."""
         entry, current = self._layout.entries[number], self._backend.current_stream()
         with self._stream:
             raw = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._backend.device())
@@ -266,8 +267,8 @@ class TensorStream:
         return view_bytes(raw, entry)
 
 
-class _Further:
-    """A loader of further tensors, for a version that another destination begins and ends."""
+class _ChapterLoader:
+    """Loads the tensors of a later chapter; another destination begins and ends the version."""
 
     def __init__(self, loader: TensorLoader) -> None:
         self.load = loader.load
@@ -280,7 +281,7 @@ class _Further:
 
 
 def _names_of(layout: WeightLayout) -> dict[int, list[str]]:
-    """Return the names of each tensor, by the number of its first entry: its own, and those of tensors tied to it."""
+    """Return all names of each tensor, by the number of its first entry: its own name and the names tied to it."""
     numbers = {entry.name: number for number, entry in enumerate(layout.entries)}
     names: dict[int, list[str]] = {}
     for entry in layout.entries:

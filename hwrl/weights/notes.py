@@ -15,7 +15,7 @@ class ChapterKind(StrEnum):
     """Another chapter."""
     END = "end"
     """No chapter follows, because all tensors were sent."""
-    BROKEN_OFF = "broken off"
+    ABORTED = "aborted"
     """No chapter follows, because the sender has aborted the round."""
 
 

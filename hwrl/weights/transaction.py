@@ -363,7 +363,7 @@ class Transaction:
         except CommError as exc:
             link.end.abort()
             if self._outgoing.source.chapters is not None:
-                sending.end_chapter(ChapterNote(ChapterKind.BROKEN_OFF))
+                sending.end_chapter(ChapterNote(ChapterKind.ABORTED))
             if reader.begun:  # otherwise the co-senders were not told of the round
                 link.reports.stop(sending)
             return SendFailure(exc.why, str(exc))

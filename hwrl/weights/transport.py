@@ -418,7 +418,7 @@ class ReceiverRound(MemberRound):
             note = ChapterNote.read(self._wait_for_note(_chapter_key(number)))
             if note.kind is ChapterKind.END:
                 return
-            if note.kind is ChapterKind.BROKEN_OFF:
+            if note.kind is ChapterKind.ABORTED:
                 raise CommError("the sender aborted", why="it or another receiver failed", fix="look at its log")
             yield replace(self, layout=WeightLayout.from_json(note.layout), chapter=number)
 

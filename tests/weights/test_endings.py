@@ -98,7 +98,7 @@ def test_attempts_that_fail_are_read_to_their_end_and_the_last_one_is_named_to_t
         with pytest.raises(TransferFailedError, match="3 attempts failed"):
             sender.publish(1, weights.source())
         assert (weights.begun, weights.ended) == (3, 3)
-        with pytest.raises(TransferFailedError, match=r"gave version 1 up[\s\S]*TransferFailedError: version 1 could"):
+        with pytest.raises(TransferFailedError, match=r"gave up version 1[\s\S]*TransferFailedError: version 1 could"):
             waiting()
         assert time.monotonic() - begin < SOON_S
         assert receiver.poll() is None
@@ -133,7 +133,7 @@ def test_an_interrupted_wait_for_receivers_ends_those_that_came(store: Store, mo
         monkeypatch.setattr("hwrl.weights.transport.SenderRound.wait_for_ready", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sender.publish(1, model_of(1))
-        with pytest.raises(TransferFailedError, match=r"the sender gave version 1 up[\s\S]*KeyboardInterrupt"):
+        with pytest.raises(TransferFailedError, match=r"the sender gave up version 1[\s\S]*KeyboardInterrupt"):
             waiting()
         monkeypatch.undo()
         exchange(sender, [receiver], 1)

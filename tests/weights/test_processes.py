@@ -297,7 +297,7 @@ def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken(tmp_path:
             old.receive(timeout_s=0.5)
         processes.kill(0)
         processes.wait(0)
-        with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender died"):
+        with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender died"):
             old.receive(timeout_s=60.0)
         assert (old.version, old.poll()) == (1, None) and _is_model(kept, 1)
         assert _is_model(late.receive(timeout_s=60.0), 1) and late.version == 1

@@ -1,4 +1,4 @@
-"""The transports of weights. A new one is a file here and a line in ``TRANSPORTS``."""
+"""hwrl's own transports. Other packages add theirs by an entry point (:func:`~hwrl.weights.with_transport`)."""
 
 from hwrl.weights.transport import Transport
 from hwrl.weights.transports.device import DEVICE
@@ -6,6 +6,6 @@ from hwrl.weights.transports.host import HOST
 from hwrl.weights.transports.ipc import IPC
 
 TransportName = str
-"""A key of ``TRANSPORTS``."""
+"""The name of a transport: a key of ``TRANSPORTS``, or of an installed one."""
 
 TRANSPORTS: dict[TransportName, Transport] = {"device": DEVICE, "ipc": IPC, "host": HOST}

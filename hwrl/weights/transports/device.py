@@ -1,4 +1,4 @@
-"""The device transport: broadcasts slabs from the sender's device to the receivers', without a copy on the host."""
+"""The device transport: broadcasts slabs from the sender's device to the receivers', without copies on the host."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext
 
 @dataclass(frozen=True)
 class DevicePayload(TransportPayload):
-    """``lanes`` process groups for each sender, named ``group``/0/0, ``group``/0/1, …; the sender's number is first."""
+    """Each sender has ``lanes`` process groups, named ``group``/SENDER/0, ``group``/SENDER/1, and so on."""
 
     group: str
     lanes: int
 
 
 class Lanes:
-    """The process groups of one sender, number ``share``, and one set of receivers; slabs use them in turn.
+    """The process groups of sender number ``share`` with a set of receivers. Slabs use them in turn.
 
-    On a device with streams there are two. Collectives of one group run one after the other, and the start of each
-    leaves the wire idle for about 10 µs; the other group's slab fills this gap (docs/benchmarks.md). Elsewhere one.
+    On a device with streams there are two. The collectives of one group run one after another, and the start of each
+    leaves the wire idle for about 10 µs. The other group's slab fills this gap (docs/benchmarks.md). Elsewhere there is
+    one.
     """
 
     def __init__(self, store: Store, proposal: Proposal, *, share: int, rank: int, backend: Backend) -> None:
-        """Connect with the other ranks of ``proposal``; blocks until all came, raises CommError if not."""
+        """Connect with the other ranks of ``proposal``. Blocks; raises CommError if one does not come."""
         payload = _payload(proposal)
         self.name, self.to = payload.group, proposal.to
         self._groups: list[Group] = []
@@ -61,7 +62,7 @@ class Lanes:
         return len(self._groups)
 
     def broadcast(self, memory: torch.Tensor) -> Pending:
-        """Begin to broadcast rank 0's ``memory`` on the next lane; every rank calls this in the same order."""
+        """Begin to broadcast rank 0's ``memory`` on the next lane. All ranks call this in the same order."""
         group = self._groups[self._broadcasts % len(self._groups)]
         self._broadcasts += 1
         return group.broadcast(memory, src=0, async_op=True)
@@ -69,21 +70,21 @@ class Lanes:
     def close(self) -> None:
         """Abort the operations under way, here and at the peers, and close the groups. Does not wait for the peers.
 
-        Closing a group without an abort may wait: it is a collective, and an idle or dead peer does not join it.
+        Closing without an abort could block: it is a collective operation, and a dead peer never joins it.
         """
 
         def abort(group: Group) -> None:
-            with contextlib.suppress(CommError, UnsupportedError):  # without abort, closing waits for the operations
+            with contextlib.suppress(CommError, UnsupportedError):  # if it cannot abort, close waits for the operations
                 group.abort("the transfer is over")
 
-        with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: ending one may wait for the other
+        with ThreadPoolExecutor(max(1, self.count)) as threads:  # in parallel, because one may wait for another
             list(threads.map(abort, self._groups))
         for group in self._groups:
             group.close()
 
 
 class _Connecting:
-    """The proposal whose lanes one thread of an end makes; another thread may break that off."""
+    """The proposal whose lanes a thread is making. Another thread may abort that."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -91,33 +92,33 @@ class _Connecting:
 
     @contextlib.contextmanager
     def to(self, proposal: Proposal) -> Iterator[None]:
-        """Let :meth:`break_off` end the making of the lanes of ``proposal`` in this block."""
+        """Let :meth:`abort` end the connecting for ``proposal`` inside this context."""
         self._proposal = proposal
         try:
             yield
         finally:
             self._proposal = None
 
-    def break_off(self) -> None:
-        """End the block of :meth:`to`, if a thread is in one, here and at the peers. Does not wait for that."""
+    def abort(self) -> None:
+        """End the connecting, here and at the peers, if a thread is inside :meth:`to`. Does not block."""
         proposal, self._proposal = self._proposal, None
         if proposal is None:
             return
-        store, payload = clone_store(self._store), _payload(proposal)  # the other thread may block its client
+        store, payload = clone_store(self._store), _payload(proposal)  # the other thread may be blocking the client
         for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
             call_off_group(store, name=f"{payload.group}/{share}/{lane}")
 
 
 class DeviceSender:
-    """Rank 0 of process groups with the receivers; the groups stay until the receivers change.
+    """Rank 0 of the process groups with the receivers. The groups stay until the receivers change.
 
-    At most ``slabs`` broadcasts are under way, and only so many slabs of tensors are read ahead. With several senders
-    each has groups of its own: their wires work at the same time.
+    At most ``slabs`` broadcasts are under way, and tensors are read ahead no further. With several senders each has its
+    own groups, so that their wires work at the same time.
     """
 
     def __init__(self, context: SenderContext) -> None:
         self._context = context
-        # With one slab under way, two senders could wait for each other's shards, and receivers for both.
+        # With only one slab under way, two senders could wait for each other's shards, and receivers for both.
         self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._plan(context.layout)
@@ -125,7 +126,7 @@ class DeviceSender:
         self._connecting = _Connecting(context.store)
 
     def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
-        """Name the groups: those of the last round if the receivers are the same."""
+        """Name the groups: as in the last round if the receivers are the same."""
         if self._lanes is not None and self._lanes.to != to:
             self.abort()
         name = f"{self._context.epoch}.{number}" if self._lanes is None else self._lanes.name
@@ -139,7 +140,7 @@ class DeviceSender:
             self.abort()
             with self._connecting.to(proposal):
                 lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
-            self._lanes = lanes  # another thread may abort from now on
+            self._lanes = lanes  # from now on another thread can abort them
         if reader.layout is not self._buffer.layout:
             self._plan(reader.layout)
         with clock.span(context.backend):
@@ -170,8 +171,8 @@ class DeviceSender:
         lanes.broadcast(self._sums.values).wait()
 
     def abort(self) -> None:
-        """Close the groups, and end the making of new ones, here and at the peers."""
-        self._connecting.break_off()
+        """Close the groups, and abort the connecting of new ones, here and at the peers."""
+        self._connecting.abort()
         lanes, self._lanes = self._lanes, None
         self._buffer.forget_pending()
         if lanes is not None:
@@ -181,7 +182,7 @@ class DeviceSender:
         """Do nothing: the groups stay for the next round."""
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
-        """Delete the keys of groups that no proposal names any longer."""
+        """Delete the store keys of groups that no proposal in ``kept`` names."""
         groups = {payload.group for payload in payloads if isinstance(payload, DevicePayload)}
         for name in groups - {payload.group for payload in kept if isinstance(payload, DevicePayload)}:
             with store_failures():
@@ -192,35 +193,35 @@ class DeviceSender:
         self._buffer.release()
 
     def close(self) -> None:
-        """Do nothing: the groups are closed by abort."""
+        """Do nothing: abort has closed the groups."""
 
 
 class DeviceReceiver:
-    """A receiver's rank of the groups."""
+    """A receiver's rank in the groups."""
 
     def __init__(self, context: ReceiverContext) -> None:
         self._context = context
-        self._lanes: list[Lanes] = []  # of each sender
+        self._lanes: list[Lanes] = []  # one of each sender
         self._connecting = _Connecting(context.store)
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor:
-        """Receive the slabs, then the sender's sums. Blocks until the collectives are done."""
+        """Receive the slabs, then the sender's checksums. Blocks until the collectives are done."""
         try:
             lanes = self._lanes_for(receiving)
             with clock.span(self._context.backend):
                 theirs, newest = self._receive_slabs(receiving, lanes, destination, sums)
             for pending in newest:
-                pending.complete()  # before a wait for the device: that one would hang if the sender is lost
+                pending.complete()  # blocks; before any other wait for the device, which hangs if the sender is lost
             return theirs
-        except BaseException:  # the groups are out of step
+        except BaseException:  # the ranks of the groups are out of step
             self.abort()
             raise
 
     def abort(self) -> None:
-        """Close the groups, and end the making of new ones, here and at the peers."""
-        self._connecting.break_off()
+        """Close the groups, and abort the connecting of new ones, here and at the peers."""
+        self._connecting.abort()
         lanes, self._lanes = self._lanes, []
         for of_sender in lanes:
             of_sender.close()
@@ -237,39 +238,39 @@ class DeviceReceiver:
             place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
             try:
                 with self._connecting.to(proposal):
-                    receiving.cancellation.check()  # a later abort breaks this off
+                    receiving.cancellation.check()  # a later abort ends the connecting
                     for share in range(proposal.senders):
                         lanes.append(Lanes(self._context.store, proposal, share=share, **place))
             finally:
-                self._lanes = lanes  # another thread may abort from now on
-            receiving.cancellation.check()  # an earlier abort found nothing to close
+                self._lanes = lanes  # from now on another thread can abort them
+            receiving.cancellation.check()  # an abort during the connecting had no groups to close
         return list(lanes)
 
     def _receive_slabs(
         self, receiving: ReceiverRound, lanes: list[Lanes], destination: Destination, sums: Checksums
     ) -> tuple[torch.Tensor, list[Pending]]:
-        """Queue the whole transfer; return the senders' sums and the last operation of each lane."""
+        """Queue the whole transfer; return the senders' checksums, and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
         most = self._context.slabs * len(lanes)
         most = min(most, destination.slots or most)
         for index, share in enumerate(divide_slabs(receiving.layout, len(lanes))):
             if len(under_way) >= most:
-                _store(*under_way.popleft(), destination, sums)
+                _finish_slab(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)
             newest[share].append(lanes[share].broadcast(lease.memory))
             under_way.append((newest[share][-1], lease))
         while under_way:
-            _store(*under_way.popleft(), destination, sums)
+            _finish_slab(*under_way.popleft(), destination, sums)
         each = torch.empty(len(lanes), len(sums.values), dtype=torch.int64, device=sums.values.device)
         for share, theirs in enumerate(each):
             newest[share].append(lanes[share].broadcast(theirs))
             newest[share][-1].wait()
-        # Each sender has sums of its own slabs, and zeros.
+        # Each sender has the checksums of its own slabs, and zeros for others.
         return each.sum(0), [pending for of_sender in newest for pending in of_sender]
 
 
-def _store(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
+def _finish_slab(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
     pending.wait()
     sums.add(lease.index, lease.memory)
     destination.unpack(lease)

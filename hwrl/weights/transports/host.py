@@ -1,4 +1,4 @@
-"""The host transport: versions are stored in page-locked files of this host, and receivers fetch them when ready."""
+"""The host transport: versions are stored in page-locked files on this host, and receivers copy them when ready."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hwrl.weights.transports.host_versions import (
     version_nbytes,
 )
 
-_FIRST_SLOTS = (0, 1)  # they alternate unless receivers lag; made and page-locked in the first transfer
-_TORN = -1  # instead of a number of slabs: writing failed
+_FIRST_SLOTS = (0, 1)  # made and page-locked in the first transfer; they alternate unless receivers lag
+_WRITE_FAILED = -1  # in a file's header instead of the number of slabs: the sender failed while it was writing
 _POLL_S = 5e-5  # a slab of 16 MiB takes 300 µs on its way to the host
 _LOOK_S = 0.2
 
 
 class HostSender:
-    """Writes a ring of files, one version each. It overwrites neither the newest version nor one that is being read.
+    """Writes versions into a ring of files. It overwrites neither the newest version nor one that is being read.
 
     A receiver holds a version by a shared lock on its file; the system releases the lock if the receiver is killed.
-    The sender takes the exclusive lock for the moment in which it gives the file to another proposal. Receivers may
-    read a version while it is written, as far as its header says. Each process maps and page-locks a file once.
-    ``close`` deletes the directory; the next sender deletes the directory of a killed one.
+    The sender takes the exclusive lock for the moment when it gives the file to another proposal. Receivers may read a
+    version while it is written, up to the number of slabs in its header. Each process maps and page-locks a file once.
+    ``close`` deletes the directory; if a sender is killed, the next one deletes its directory.
     """
 
     def __init__(self, context: SenderContext) -> None:
@@ -50,16 +50,16 @@ class HostSender:
         self._files: list[VersionFile | None] = [None] * context.versions
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
-        # Two streams: slabs are copied to the host without a gap while later ones are packed and summed.
+        # Two streams, so that slabs are copied to the host without a gap while later ones are packed and summed.
         self._packing, self._copying = context.backend.stream(), context.backend.stream()
         self._renew_events()
         self._newest_slot: int | None = None
 
     def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> HostPayload:
-        """Take a free file for proposal ``number``; blocks until there is one."""
+        """Take a free file for proposal ``number``. Blocks until there is one."""
         with clock("claim"):
             slot = self._take_free_file(number, clock)
-        made = [file for file in self._files if file is not None]  # they are made in order
+        made = [file for file in self._files if file is not None]  # files are made in order
         return HostPayload(
             directory=self._maker.directory,
             pid=os.getpid(),
@@ -69,25 +69,25 @@ class HostSender:
         )
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Copy the tensors to the file taken by :meth:`prepare`; if this fails, the file says so to its readers."""
+        """Copy the tensors to the file taken by :meth:`prepare`. If this fails, write that into the file's header."""
         slot = payload_of(sending.proposal).slot
         file = self._file(slot)
         try:
             with clock.span(self._backend):
                 self._write(file, reader, clock)
         except BaseException:
-            file.announce(_TORN)
+            file.announce(_WRITE_FAILED)
             raise
-        finally:  # the caller may change the tensors, and the file gets another version
+        finally:  # after this the caller may change the tensors, and the file may get another version
             self._packing.synchronize()
             self._copying.synchronize()
             self._renew_events()
         self._newest_slot = slot
 
     def _renew_events(self) -> None:
-        """Make an event for each slab of the next version: the ring will queue waits for those of this version.
+        """Make an event for each slab of the next version, because the ring still waits for this version's events.
 
-        On some devices a queued wait follows a later record of its event.
+        On some devices a queued wait would follow the later record of the same event.
         """
         self._copied = [self._backend.event() for _ in self._layout.slabs]
         self._packed = [self._backend.event() for _ in self._layout.slabs]
@@ -102,11 +102,11 @@ class HostSender:
         """Do nothing: a version's file is reused."""
 
     def release(self) -> None:
-        """Free the ring on the device; the versions stay."""
+        """Free the ring on the device; the stored versions stay."""
         self._buffer.release()
 
     def close(self) -> None:
-        """Delete the files. A receiver that reads one finishes undisturbed."""
+        """Delete the files. A receiver that is reading one can finish."""
         for file in self._files:
             if file is not None:
                 file.close()
@@ -114,7 +114,7 @@ class HostSender:
         self._maker.close()
 
     def _take_free_file(self, number: int, clock: StageClock) -> int:
-        """Give proposal ``number`` a file that nobody reads and that does not hold the newest version."""
+        """Give proposal ``number`` a file that no receiver reads and that does not have the newest version."""
         with clock("register"):
             for slot in _FIRST_SLOTS[: len(self._files)]:
                 self._file(slot)
@@ -128,12 +128,20 @@ class HostSender:
                 if file.begin(number):
                     return slot
             if time.monotonic() > deadline:
-                raise TransferFailedError(
-                    "there is no free place for a new version",
-                    why=f"receivers have been reading all {len(self._files) - 1} older ones for {self._timeout_s:g} s",
-                    fix="end receivers that hang, or give the WeightSender more versions",
-                )
+                raise self._no_free_file()
             time.sleep(0.001)
+
+    def _no_free_file(self) -> TransferFailedError:
+        older = len(self._files) - 1
+        if older:
+            why = f"receivers have been reading all {older} older ones for {self._timeout_s:g} s"
+            fix = "end receivers that hang, or give the WeightSender more versions"
+        else:
+            why, fix = (
+                "versions=1 leaves one file, and it has the newest version",
+                "give the WeightSender more versions",
+            )
+        return TransferFailedError("there is no free file for a new version", why=why, fix=fix)
 
     def _file(self, slot: int) -> VersionFile:
         file = self._files[slot]
@@ -143,7 +151,7 @@ class HostSender:
         return file
 
     def _write(self, file: VersionFile, reader: TensorReader, clock: StageClock) -> None:
-        held: collections.deque[list[torch.Tensor]] = collections.deque()  # the tensors of slabs still being copied
+        held: collections.deque[list[torch.Tensor]] = collections.deque()  # the tensors of slabs that are being copied
         copied = 0
         for index, target in enumerate(file.slabs):
             with clock("gather"):
@@ -176,7 +184,7 @@ class HostSender:
 
 
 class HostReceiver:
-    """Reads versions from the sender's files. It maps a file once, until a version of another sender comes."""
+    """Reads versions from the sender's files. It maps each file once, until another sender's version comes."""
 
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
@@ -187,9 +195,9 @@ class HostReceiver:
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor | None:
-        """Copy the version, also while it is being written; return the sender's sums, None if it was replaced.
+        """Copy the version, even while it is written; return the sender's checksums, or None if it was replaced.
 
-        Raises TransferFailedError if the files are gone or are not the sender's, or if the sender failed or died.
+        Raises TransferFailedError if the files do not exist or are not the sender's, or if the sender failed or died.
         """
         with self.hold(receiving.proposal, receiving.layout, clock) as file:
             if file is None:
@@ -198,12 +206,12 @@ class HostReceiver:
                 with clock.span(self._backend):
                     whole = self._follow(file, receiving, destination, sums)
                 return file.sums.to(sums.values.device, copy=True) if whole else None
-            finally:  # the queued copies still read the file
+            finally:  # until here the queued copies read the file
                 self._copying.synchronize()
                 self._summing.synchronize()
 
     def abort(self) -> None:
-        """Do nothing: nothing is under way outside receive."""
+        """Do nothing: receive checks the cancellation itself."""
 
     def close(self) -> None:
         """Unmap the files."""
@@ -213,17 +221,17 @@ class HostReceiver:
 
     @contextlib.contextmanager
     def hold(self, proposal: Proposal, layout: WeightLayout, clock: StageClock) -> Iterator[VersionFile | None]:
-        """Keep the proposed version from being overwritten; yields None if a newer one has already replaced it."""
+        """Protect the proposed version from being overwritten. Yields None if a newer version has replaced it."""
         with clock("register"):
             file = self._file(proposal, layout)
         held = file.hold(proposal.number)
         try:
             yield file if held else None
         finally:
-            file.let_go()
+            file.unlock()
 
     def _follow(self, file: VersionFile, receiving: ReceiverRound, destination: Destination, sums: Checksums) -> bool:
-        """Queue the copy of each slab as soon as it is written; return False if a newer proposal came."""
+        """Queue the copy of each slab as soon as it is written. Return False if there is a newer proposal."""
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
         taken, slabs = 0, len(file.slabs)
@@ -249,23 +257,23 @@ class HostReceiver:
             lease.in_use_until(self._summing.record_event())
 
     def _wait_for_more(self, file: VersionFile, receiving: ReceiverRound, taken: int) -> int | None:
-        """Wait until more than ``taken`` slabs are written; return how many, or None if a newer proposal came."""
+        """Wait until more than ``taken`` slabs are written; return their number, or None if a newer proposal came."""
         look = time.monotonic() + _LOOK_S
         alive = True
         while True:
-            written = file.written()  # after the look at the sender: it may have finished just before it died
+            written = file.written()  # after is_alive: the sender may have finished just before it died
             if written > taken:
                 return written
-            if written == _TORN or not alive:
+            if written == _WRITE_FAILED or not alive:
                 raise TransferFailedError(
-                    f"version {receiving.proposal.version} will never be whole",
+                    f"version {receiving.proposal.version} will never be complete",
                     why="its sender failed while it was writing" if alive else "its sender died while it was writing",
-                    fix="publish again; this receiver continues with the version that it has",
+                    fix="publish again, then receive again",
                 )
             if time.monotonic() > receiving.deadline:
                 raise CommTimeoutError(
                     f"version {receiving.proposal.version} is still being written",
-                    why=f"{taken} of {len(file.slabs)} slabs are there",
+                    why=f"{taken} of {len(file.slabs)} slabs are written",
                     fix="receive again, with a longer timeout_s",
                 )
             if time.monotonic() > look:
@@ -290,7 +298,7 @@ class HostReceiver:
             )
         for slot in range(len(payload.files)):
             known = self._files.get(slot)
-            if known is not None and known.inode != payload.inodes[slot]:  # the sender was closed, and made new files
+            if known is not None and known.inode != payload.inodes[slot]:  # the sender has made new files
                 self._files.pop(slot).close()
             if slot not in self._files:
                 self._files[slot] = open_version_file(proposal, slot, layout, backend=self._backend)

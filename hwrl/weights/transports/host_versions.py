@@ -26,16 +26,16 @@ from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
-_OPENED = os.O_RDWR | os.O_NONBLOCK  # without the second one, opening a pipe would block
-_HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are written, plus one after the checksums
+_OPENED = os.O_RDWR | os.O_NONBLOCK  # without O_NONBLOCK, opening a pipe would block
+_HEADER = struct.Struct("<qq")  # the proposal's number; the number of slabs written, plus one after the checksums
 
 
 @dataclass(frozen=True)
 class HostPayload(TransportPayload):
-    """The version is in file number ``slot`` of ``files``, the sender's files made so far.
+    """The version is in file number ``slot`` of ``files``, which the sender has made so far.
 
-    They are file names in ``directory`` or, if it is empty, file descriptors of process ``pid``. ``inodes`` identify
-    the files.
+    ``files`` are file names in ``directory``. If ``directory`` is empty, they are file descriptors of process ``pid``.
+    ``inodes`` identify the files.
     """
 
     directory: str
@@ -52,15 +52,15 @@ def payload_of(proposal: Proposal) -> HostPayload:
 
 
 class MemoryFiles:
-    """Makes files in memory, without a directory: they vanish when the last process closes or unmaps them.
+    """Makes files in memory, without a directory. They vanish when the last process closes or unmaps them.
 
-    Other processes of the same user open them through this process's number, as long as it lives.
+    Other processes of the same user open them under ``/proc/<pid>/fd``, as long as this process lives.
     """
 
     directory = ""
 
     def make(self, slot: int, *, nbytes: int) -> int:
-        """Return a new file of ``nbytes``. Nobody can shorten it: reading a missing part would kill a reader."""
+        """Return a new file of ``nbytes``, sealed against shortening: reading a missing part would kill a reader."""
         file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(file, 0o600)
         _allocate(file, nbytes=nbytes, where="memory")
@@ -68,17 +68,17 @@ class MemoryFiles:
         return file
 
     def number(self, slot: int, file: int) -> int:
-        """Return the number of ``file`` for receivers."""
+        """Return the number under which receivers find ``file``."""
         return file
 
     def close(self) -> None:
-        """Do nothing: closed files are gone."""
+        """Do nothing: files vanish when they are closed."""
 
 
 class DirectoryFiles:
-    """Makes files in a new directory under ``base``; ``close`` deletes it.
+    """Makes files in a new directory under ``base``. ``close`` deletes the directory.
 
-    A killed process leaves its directory behind; the next process that uses ``base`` deletes it.
+    A killed process leaves its directory behind, and the next process that uses ``base`` deletes it.
     """
 
     def __init__(self, base: Path) -> None:
@@ -93,7 +93,7 @@ class DirectoryFiles:
         return file
 
     def number(self, slot: int, file: int) -> int:
-        """Return the number of ``file`` for receivers."""
+        """Return the number under which receivers find ``file``."""
         return slot
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class DirectoryFiles:
 
 def _allocate(file: int, *, nbytes: int, where: str) -> None:
     try:
-        os.posix_fallocate(file, 0, nbytes)  # writing to a sparse file kills the process when memory runs out
+        os.posix_fallocate(file, 0, nbytes)  # a write to a sparse file would kill the process when memory runs out
     except OSError as exc:
         os.close(file)
         raise WeightsError(
-            f"cannot keep another version of {nbytes:,} bytes in {where}", why=str(exc), fix="free memory there"
+            f"cannot store another version of {nbytes:,} bytes in {where}", why=str(exc), fix="free memory there"
         ) from exc
 
 
@@ -120,7 +120,7 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
     payload = payload_of(proposal)
     file = _open(proposal, slot)
     try:
-        why = _why_not(file, payload, slot)
+        why = _why_unusable(file, payload, slot)
         if why is None:
             return VersionFile(file, layout, backend=backend)
     except (OSError, ValueError, RuntimeError) as exc:
@@ -133,7 +133,7 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
 
 
 def is_alive(payload: HostPayload) -> bool:
-    """Return whether the sender still has its files."""
+    """Return whether the sender still has its files open."""
     try:
         if payload.directory:
             return _is_owned(Path(payload.directory))
@@ -147,14 +147,14 @@ def _path(payload: HostPayload, slot: int) -> str:
 
 
 def _open(proposal: Proposal, slot: int) -> int:
-    """Open the file. The payload comes from the store: nothing is opened that no sender of this user can have made."""
+    """Open the file. The payload comes from the store, so this opens nothing that a sender of this user cannot make."""
     payload = payload_of(proposal)
     try:
         return _open_in_directory(payload, slot) if payload.directory else _open_in_memory(payload, slot)
     except OSError as exc:
         raise TransferFailedError(
             f"version {proposal.version} is not on this host",
-            why=f"{exc}: its sender has closed it, is dead, runs as another user, or runs on another host",
+            why=f"{exc}: its sender has closed it, is dead, or runs as another user or on another host",
             fix="publish again; use transport='device' between hosts, and directory=… between containers",
         ) from exc
     except ValueError as exc:
@@ -173,44 +173,44 @@ def _open_in_directory(payload: HostPayload, slot: int) -> int:
 
 def _open_in_memory(payload: HostPayload, slot: int) -> int:
     path = _path(payload, slot)
-    if not os.readlink(path).startswith(f"/memfd:{_PREFIX}"):  # opening a device has effects
-        raise ValueError(f"{path} is another file by now")
+    if not os.readlink(path).startswith(f"/memfd:{_PREFIX}"):  # check first, because opening a device has effects
+        raise ValueError(f"{path} is now another file")
     return os.open(path, _OPENED)
 
 
 def _open_senders(directory: Path) -> int:
-    """Open the directory of a sender of this user. Raises OSError or ValueError if it is no such directory."""
+    """Open the directory of a sender of this user. Raises OSError or ValueError if it is not such a directory."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     status = os.fstat(opened)
     if directory.name.startswith(_PREFIX) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return opened
     os.close(opened)
-    raise ValueError(f"{directory} is no directory of a sender, belongs to another user or is open to others")
+    raise ValueError(f"{directory} is not a sender's directory, belongs to another user, or is open to others")
 
 
-def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
-    """Return why ``file`` is not the sender's, or None if it is."""
+def _why_unusable(file: int, payload: HostPayload, slot: int) -> str | None:
+    """Return why ``file`` must not be used, or None if it is the sender's."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
-        return f"{_path(payload, slot)} is another file by now"
+        return f"{_path(payload, slot)} is now another file"
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return f"{_path(payload, slot)} belongs to another user or is open to others"
     if not payload.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        return f"{_path(payload, slot)} is no memory file whose size is fixed"
+        return f"{_path(payload, slot)} is not a memory file of fixed size"
     return None
 
 
 class VersionFile:
     """A file that holds one version at a time, mapped by this process.
 
-    ``slabs`` and ``sums`` are page-locked memory of the file; a header lies between them.
+    ``slabs`` and ``sums`` are views of the file's page-locked memory. A header is between them.
     """
 
     def __init__(self, descriptor: int, layout: WeightLayout, *, backend: Backend) -> None:
         self.descriptor, self._header_at = descriptor, _header_at(layout)
         at, nbytes = _sums_at(layout), version_nbytes(layout)
         found = os.fstat(descriptor).st_size
-        if found != nbytes:  # reading beyond the end would kill this process
+        if found != nbytes:  # a read beyond the end would kill this process
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
         mapping = mmap.mmap(descriptor, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -220,17 +220,17 @@ class VersionFile:
         try:
             self._lock = PageLocked(mapping, backend=backend)
         except UnsupportedError as exc:
-            _log.warning("weights on the host are not page-locked, which slows copies down: %s", exc)
+            _log.warning("weights on the host are not page-locked, so copies are slower: %s", exc)
 
     @property
     def inode(self) -> int:
-        """The file's identity: another file may get the same path."""
+        """Identifies the file: another file may later get the same path."""
         return os.fstat(self.descriptor).st_ino
 
     # -- the writer -------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
-        """Give the file to proposal ``number``, with no slab written; return False if a receiver reads the file."""
+        """Give the file to proposal ``number``, without any slab. Return False if a receiver is reading the file."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -241,26 +241,26 @@ class VersionFile:
         return True
 
     def announce(self, slabs: int) -> int:
-        """Write how many slabs are there, one more after the checksums; return the number."""
+        """Write ``slabs`` into the header, the number of slabs written (one more after the checksums); return it."""
         os.pwrite(self.descriptor, _HEADER.pack(self._number, slabs), self._header_at)
         return slabs
 
     # -- a reader ---------------------------------------------------------------------------------------------------
 
     def hold(self, number: int) -> bool:
-        """Keep the file as it is until :meth:`let_go`; return whether it holds proposal ``number``."""
+        """Lock the file against overwriting until :meth:`unlock`; return whether it holds proposal ``number``."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # the sender is just giving it to another proposal
+        except BlockingIOError:  # the sender is giving it to another proposal
             return False
         return self._header()[0] == number
 
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         """Let the sender overwrite the file."""
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def written(self) -> int:
-        """Return the last announced number."""
+        """Return the number in the header."""
         return self._header()[1]
 
     def _header(self) -> tuple[int, int]:
@@ -268,7 +268,7 @@ class VersionFile:
         return number, slabs
 
     def close(self) -> None:
-        """Unlock the memory and close the file; the memory is unmapped with this object."""
+        """Unlock the pages and close the file. The memory is unmapped when this object is deleted."""
         if self._lock is not None:
             self._lock.close()
         os.close(self.descriptor)
@@ -288,7 +288,7 @@ def _sums_at(layout: WeightLayout) -> int:
 
 
 def _new_directory(base: Path) -> tuple[Path, int]:
-    # Locked before it gets the name that _delete_abandoned looks for.
+    # Lock it before it gets the name that _delete_abandoned looks for.
     made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
     owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -300,15 +300,15 @@ def _new_directory(base: Path) -> tuple[Path, int]:
 def _delete_abandoned(base: Path) -> None:
     """Delete the directories of dead senders of this user."""
     for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):  # another user's, or just deleted
+        with contextlib.suppress(OSError, ValueError):  # it is another user's, or was just deleted
             if not _is_owned(left):
                 shutil.rmtree(left)
 
 
 def _is_owned(directory: Path) -> bool:
-    """Return whether the maker of ``directory`` lives: it holds a lock there.
+    """Return whether the process that made ``directory`` lives, by the lock that it holds there.
 
-    Raises OSError or ValueError if it is no directory of a sender of this user.
+    Raises OSError or ValueError if it is not the directory of a sender of this user.
     """
     place = _open_senders(directory)
     try:

@@ -1,7 +1,8 @@
 """The ipc transport: receivers on the same host open the sender's device memory and copy from it.
 
-Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So smaller tensors
-are packed into a ring of slabs. Receivers open it once, and copy one window of it while the sender fills another.
+Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So tensors that fit
+into a slab are packed into a ring, which receivers open once. A window is a batch of slabs that receivers may read at
+the same time. They copy one window while the sender fills the next.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
-_LOOK_S = 1e-4  # a window takes a millisecond between two devices
+_LOOK_S = 1e-4  # a window takes about a millisecond between two devices
 
 
 class WindowKind(StrEnum):
@@ -34,8 +35,8 @@ class WindowKind(StrEnum):
 
     LENT = "lent"
     """Receivers may read the window."""
-    BROKEN_OFF = "broken off"
-    """No window follows: the sender has ended the round."""
+    ABORTED = "aborted"
+    """No window follows, because the sender has ended the round."""
 
 
 def _window_key(number: int) -> str:
@@ -43,21 +44,21 @@ def _window_key(number: int) -> str:
     return f"window/{number}"
 
 
-def _taken_key(number: int) -> str:
-    """Return the key of a receiver's note: it has copied window ``number`` and closed its memory, but the ring's."""
-    return f"taken/{number}"
+def _copied_key(number: int) -> str:
+    """Return the key of a receiver's note: it has copied window ``number`` and closed its memory, except the ring."""
+    return f"copied/{number}"
 
 
 @dataclass(frozen=True)
 class IpcPayload(TransportPayload):
-    """Nothing: the sender shows each window by a note of its own."""
+    """Empty: a note about each window has all that receivers need."""
 
 
 class IpcSender:
-    """Packs tensors into a ring of ``slabs`` slabs, and shows receivers where to read; large tensors stay in place.
+    """Packs tensors into a ring of ``slabs`` slabs, and tells receivers where to read. Large tensors are read in place.
 
-    Tensors that stay in place are held until every receiver has taken their window or has voted. At most two windows
-    are under way, each of half the ring's slots, or as many bytes.
+    Tensors that are read in place are held until every receiver has copied their window or has voted. At most two
+    windows are under way. Each has half of the ring's slots, or as many bytes of other memory.
     """
 
     def __init__(self, context: SenderContext) -> None:
@@ -77,7 +78,7 @@ class IpcSender:
         return IpcPayload()
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Show the slabs window by window, the checksums in the last one; wait until all windows are taken."""
+        """Lend the slabs window by window, the checksums in the last one. Block until all windows are copied."""
         self._sending = sending
         if reader.layout is not self._buffer.layout:
             self._buffer.use(reader.layout)
@@ -92,7 +93,7 @@ class IpcSender:
             with clock("gather"):
                 tensors = reader.tensors_of(slab)
             if not window.memories:
-                self._wait_until_taken(sending, max_under_way=self._max_under_way - 1)
+                self._wait_until_copied(sending, max_under_way=self._max_under_way - 1)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
@@ -104,18 +105,18 @@ class IpcSender:
         if reader.layout.slabs:
             window.memories.append((self._sums.values.view(torch.uint8), True))
             self._show(sending, window)
-        self._wait_until_taken(sending, max_under_way=0)
+        self._wait_until_copied(sending, max_under_way=0)
 
     def abort(self) -> None:
         """Tell the receivers not to wait for another window."""
         sending = self._sending
         if sending is not None:
-            sending.tell(_window_key(self._shown), json.dumps({"kind": WindowKind.BROKEN_OFF}))
+            sending.tell(_window_key(self._shown), json.dumps({"kind": WindowKind.ABORTED}))
 
     def end_round(self, sending: SenderRound) -> None:
-        """Drop the lent memory when no receiver reads it, or when the silent ones had their time; delete the notes."""
+        """Drop the lent memory when no receiver reads it or a limit has passed, and delete the notes."""
         try:
-            if self._under_way and not sending.votes_counted:  # the sender failed; receivers learn of it now
+            if self._under_way and not sending.votes_counted:  # the sender failed, and receivers are about to learn it
                 sending.wait_for_votes(self._limits.votes_s)
         finally:
             shown, self._shown = self._shown, 0
@@ -123,7 +124,7 @@ class IpcSender:
             self._under_way.clear()
             for number in range(shown + 1):
                 sending.forget(_window_key(number), of_receivers=False)
-                sending.forget(_taken_key(number), of_receivers=True)
+                sending.forget(_copied_key(number), of_receivers=True)
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Do nothing: each round deletes its notes."""
@@ -133,28 +134,31 @@ class IpcSender:
         self._buffer.release()
 
     def close(self) -> None:
-        """Do nothing: nothing is left."""
+        """Do nothing: release and end_round have freed all."""
 
     def _show(self, sending: SenderRound, window: _LentWindow) -> None:
-        text = window.to_json(self._backend)  # not earlier: a backend may move memory to make it shareable
+        text = window.to_json(self._backend)  # as late as possible: a backend may move memory to make it shareable
         self._backend.current_stream().synchronize()  # receivers read on their own streams
         self._under_way.append(window)
         sending.tell(_window_key(self._shown), text)
         self._shown += 1
 
-    def _wait_until_taken(self, sending: SenderRound, *, max_under_way: int) -> None:
-        """Wait until at most so many windows are under way; CommError if a receiver has given up or is silent."""
+    def _wait_until_copied(self, sending: SenderRound, *, max_under_way: int) -> None:
+        """Wait until at most ``max_under_way`` windows are under way. Raises CommError if a receiver does not copy."""
         while len(self._under_way) > max_under_way:
             oldest = self._shown - len(self._under_way)
-            sending.wait_for_all(_taken_key(oldest), timeout_s=self._limits.wire_s)
+            sending.wait_for_all(_copied_key(oldest), timeout_s=self._limits.wire_s)
             self._under_way.popleft()
 
 
 class _LentWindow:
-    """Memories for receivers to read at the same time. ``handles`` are of storages that stay the sender's."""
+    """The sender's side of a window: memories that receivers may read at the same time.
+
+    ``handles`` are the exported handles of storages that stay open for later windows.
+    """
 
     def __init__(self, handles: dict[int, Handle]) -> None:
-        self.memories: list[tuple[torch.Tensor, bool]] = []  # with: does it stay?
+        self.memories: list[tuple[torch.Tensor, bool]] = []  # each with: does it stay for later windows?
         self.slots = self.nbytes = 0
         self._handles = handles  # shared by the windows of a round
 
@@ -164,7 +168,7 @@ class _LentWindow:
         self.nbytes += lease.memory.nbytes
 
     def to_json(self, backend: Backend) -> str:
-        """Return the handle of each storage once, whether it stays, and each memory's (handle number, offset)."""
+        """Return each storage's handle once, whether it stays, and the (handle number, offset) of each memory."""
         numbers: dict[int, int] = {}
         handles: list[Handle] = []
         stay, places = [], []
@@ -182,7 +186,7 @@ class _LentWindow:
 
 @dataclass(frozen=True)
 class Window:
-    """A window seen by a receiver: handles, whether each memory stays, and (handle number, offset) of each slab."""
+    """A receiver's side of a window: handles, whether each stays, and the (handle number, offset) of each slab."""
 
     handles: Sequence[Mapping[str, str | int]]
     stay: Sequence[bool]
@@ -190,12 +194,12 @@ class Window:
 
     @classmethod
     def read(cls, note: bytes, *, max_places: int) -> Window:
-        """Read the sender's note. Raises CommError if the sender stopped, TransferFailedError if it is malformed."""
+        """Read the sender's note. Raises CommError if the sender aborted, TransferFailedError if it is malformed."""
         try:
             found = json.loads(note)
             kind = WindowKind(found["kind"])
-            if kind is WindowKind.BROKEN_OFF:
-                raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
+            if kind is WindowKind.ABORTED:
+                raise CommError("the sender aborted", why="it or another receiver failed", fix="look at its log")
             handles = [dict(handle) for handle in found["handles"]]
             stay = [bool(stays) for stays in found["stay"]]
             places = [(int(number), int(offset)) for number, offset in found["places"]]
@@ -208,37 +212,38 @@ class Window:
 
 
 class _Reading:
-    """A window whose copies are queued: ``number`` is the window's; ``copied`` comes after the last copy."""
+    """Window ``number``, whose copies are queued. The event ``copied`` is recorded after the last copy."""
 
     def __init__(self, number: int, memories: list[torch.Tensor]) -> None:
         self.number, self.memories = number, memories
         self.copied: Any = None
 
     def finish(self, receiving: ReceiverRound) -> None:
-        """Wait for the copies, close the memories, and let the sender have the window again."""
+        """Wait for the copies, close the memories, and tell the sender that the window is copied."""
         self.copied.synchronize()
         self.memories.clear()
-        receiving.tell(_taken_key(self.number))
+        receiving.tell(_copied_key(self.number))
 
 
 class IpcReceiver:
     """Opens the sender's memory and copies from it, window by window.
 
-    Copies have a stream of their own: slabs are summed and unpacked beside them. The next window's copies are queued
-    before this window's are done, if the sender has shown it by then, so the link between two devices is never idle.
+    The copies have their own stream, so that slabs are summed and unpacked at the same time. If the sender has lent the
+    next window early enough, its copies are queued before this window's are done. So the link between the devices is
+    never idle.
     """
 
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
         self._copying: StreamLike | None = None
-        self._storing: StreamLike | None = None
+        self._unpacking: StreamLike | None = None
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor:
-        """Copy all windows; return the sender's sums.
+        """Copy all windows; return the sender's checksums.
 
-        Closes the sender's memory in any case: memory that is freed while a process has it open is lost to the device.
+        Closes the sender's memory in any case, because a device loses memory that is freed while it is open elsewhere.
         """
         if not sums.slabs:
             return torch.empty_like(sums.values)
@@ -249,28 +254,28 @@ class IpcReceiver:
             with clock.span(self._backend), self._streams():
                 return self._copy_windows(note, opened, under_way, receiving, destination, sums)
         finally:
-            for reading in under_way:  # not left to the garbage collector: the traceback of an error keeps this frame
+            for reading in under_way:  # explicitly: the traceback of an error would keep them open
                 reading.memories.clear()
             opened.clear()
 
     def abort(self) -> None:
-        """Do nothing: memory is open during receive only."""
+        """Do nothing: receive ends by itself when the sender has decided."""
 
     def close(self) -> None:
-        """Do nothing: memory is open during receive only."""
+        """Do nothing: memory is open only during receive."""
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[None]:
-        """Order both streams after the current one; at the end wait for their work."""
+        """Order both streams after the current one, and wait for their work at the end."""
         self._copying = self._copying or self._backend.stream()
-        self._storing = self._storing or self._backend.stream()
+        self._unpacking = self._unpacking or self._backend.stream()
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
-        self._storing.wait_stream(current)
+        self._unpacking.wait_stream(current)
         try:
             yield
         finally:
-            for stream in (self._copying, self._storing, current):
+            for stream in (self._copying, self._unpacking, current):
                 stream.synchronize()
 
     def _copy_windows(
@@ -295,7 +300,7 @@ class IpcReceiver:
             if theirs is None:
                 note = _find_early(receiving, _window_key(number), under_way[0].copied)
             if theirs is not None:
-                opened.clear()  # before the sender hears of it: it may free its ring
+                opened.clear()  # before the sender is told, because it may then free its ring
             if note is None:
                 under_way.popleft().finish(receiving)
             if theirs is not None:
@@ -304,12 +309,12 @@ class IpcReceiver:
     def copy_window(
         self, window: Window, reading: _Reading, first: int, destination: Destination, sums: Checksums
     ) -> torch.Tensor | None:
-        """Queue the copies of the slabs of ``window``, from slab ``first`` on.
+        """Queue the copies of the slabs of ``window``; the first one is slab number ``first``.
 
-        Returns the sender's sums if the window holds them.
+        Returns the sender's checksums if the window has them.
         """
-        copying, storing = self._copying, self._storing
-        assert copying is not None and storing is not None, "receive makes them"
+        copying, unpacking = self._copying, self._unpacking
+        assert copying is not None and unpacking is not None, "receive makes them"
         theirs = None
         for index, (number, offset) in enumerate(window.places, first):
             with copying:
@@ -322,17 +327,17 @@ class IpcReceiver:
                 lease = destination.memory_for(index)
                 part = _part(reading.memories, number, offset, lease.memory.numel())
                 lease.memory.copy_(part, non_blocking=True)
-                del part  # a name would keep the memory open
-            storing.wait_event(copying.record_event())
-            with storing:
+                del part  # another reference would keep the memory open
+            unpacking.wait_event(copying.record_event())
+            with unpacking:
                 sums.add(index, lease.memory)
                 destination.unpack(lease)
-                lease.in_use_until(storing.record_event())
+                lease.in_use_until(unpacking.record_event())
         reading.copied = copying.record_event()
         return theirs
 
     def _open(self, window: Window, opened: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the memories of ``window``; lasting ones are opened once. Closes them if one cannot be opened."""
+        """Return the memories of ``window``. Those that stay are opened once. If one cannot be opened, close all."""
         memories: list[torch.Tensor] = []
         try:
             for handle, stays in zip(window.handles, window.stay, strict=True):
@@ -341,13 +346,13 @@ class IpcReceiver:
                 if stays:
                     opened[key] = memories[-1]
         except BaseException:
-            memories.clear()  # the traceback keeps this frame
+            memories.clear()  # the traceback would keep them
             raise
         return memories
 
 
 def _find_early(receiving: ReceiverRound, key: str, copied: Any) -> bytes | None:
-    """Return the sender's note if it comes before the event ``copied``, else None."""
+    """Return the sender's note if it exists before the event ``copied`` is done, else None."""
     while not copied.query():
         note = receiving.find_note(key)
         if note is not None:
@@ -357,7 +362,7 @@ def _find_early(receiving: ReceiverRound, key: str, copied: Any) -> bytes | None
 
 
 def _part(memories: list[torch.Tensor], number: int, offset: int, nbytes: int) -> torch.Tensor:
-    available = memories[number].numel()  # no local name for the memory: an error's traceback would keep it open
+    available = memories[number].numel()  # not a local name for the memory: an error's traceback would keep it open
     if offset + nbytes > available:
         raise _unreadable(f"bytes {offset} to {offset + nbytes} of a memory of {available}")
     return memories[number][offset : offset + nbytes]
@@ -367,5 +372,5 @@ def _unreadable(why: str) -> TransferFailedError:
     return TransferFailedError("the sender's memory cannot be opened", why=why, fix="use the same hwrl on both sides")
 
 
-# Each tensor that is sent in place is a memory to open, so all tensors that fit into a slab are packed.
+# Receivers must open each tensor that is read in place, so all tensors that fit into a slab are packed.
 IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True, lends_device_memory=True)

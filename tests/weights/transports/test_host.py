@@ -84,7 +84,7 @@ def test_a_receiver_follows_while_the_version_is_written_and_may_time_out_and_co
     with sender_of(store, backend=backend, directory=tmp_path, **_SLABS) as sender, receiver_of(store) as receiver:
         publishing = beside(lambda: sender.publish(1, _slabs(1)))
         assert reached.wait(20.0)
-        with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 slabs are there"):
+        with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 slabs are written"):
             receiver.receive(timeout_s=0.05)
         assert receiver.poll() == 1
         gate.set()
@@ -109,7 +109,7 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
         failing = True
         with pytest.raises(OSError, match="fell off the bus"):
             sender.publish(2, _slabs(2))
-        with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender failed"):
+        with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender failed"):
             old.receive(timeout_s=20.0)
         assert (old.version, old.poll(), kept["w"].sum().item()) == (1, None, 4096.0)
         with receiver_of(store, "late") as late:
@@ -197,9 +197,9 @@ def test_a_closed_host_sender_is_named(store: Store, tmp_path: Path) -> None:
 
 _WHY = {
     "short": r"the file has 4,096 bytes, and this layout takes [\d,]+",
-    "can be shortened": "no memory file whose size is fixed",
-    "another file": "is another file by now",
-    "a pipe": "is another file by now",
+    "can be shortened": "not a memory file of fixed size",
+    "another file": "is now another file",
+    "a pipe": "is now another file",
     "open to others": "belongs to another user or is open to others",
     "another user's": "belongs to another user or is open to others",
     "no such place": "in file 7 of 1, with 1 inodes",
