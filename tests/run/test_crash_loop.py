@@ -61,8 +61,8 @@ def test_a_crash_loop_costs_little_and_is_given_up_while_the_rest_goes_on(
     assert run.wait() == 0, run.output()
     assert_whole(run)
     told = run.output()
-    loop = re.findall(r"rollout (replica-\d) ended .*, a new replica starts(.*)", told)
+    loop = re.findall(r"rollout (replica-\d) ended .*; a new replica starts(.*)", told)
     assert [pause for _, pause in loop] == ["", " in 1 s"] and len({name for name, _ in loop}) == 1, told
-    assert "it died 3 times in a row and is given up: 1 are left" in told
+    assert "it died 3 times in a row and is given up; 1 replicas are left" in told
     slowest_s = max(line["timing_s/sync"] for line in run.metrics())
     assert slowest_s < 15.0, "weights.timeout_s is 60: no version waited for a dead receiver until then"

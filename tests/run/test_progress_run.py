@@ -68,7 +68,7 @@ def test_a_long_response_and_a_long_reward_keep_their_replica_and_an_engine_that
         PYTHONPATH=str(demo),
     )
     assert run.wait() == 0, run.output()
-    told = f"rollout replica-0 ended (it made no progress on a prompt for rollout.group_timeout_s={LIMIT_S})"
+    told = f"rollout replica-0 ended (it made no progress on a prompt for rollout.group_timeout_s={LIMIT_S} s)"
     assert told in run.output() and run.output().count("a new replica starts") == 1, run.output()
     assert (demo / "judged").exists()
     assert sorted(trained_prompts(run)) == [0, 1]

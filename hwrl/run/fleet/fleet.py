@@ -1,4 +1,4 @@
-"""The processes of a run: one ledger, the trainer's ranks and the rollout replicas. The driver watches all of them."""
+"""All processes of a run as the driver sees them: one ledger, the trainer's ranks and the rollout replicas."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _CLOSE_TIMEOUT_S = 5.0
 class Fleet:
     """All processes of a run, as Ray actors: :attr:`ledger`, :attr:`trainers` and :attr:`replicas`.
 
-    A wait is a loop around :meth:`watch`, which checks heartbeats and time limits, logs long waits, and restarts dead
-    replicas. A dead trainer rank raises TrainerDiedError: call ``trainers.restart``. A dead ledger ends the run with an
-    EngineError.
+    The driver has one thread. Whenever it waits, it calls :meth:`watch` in a loop: this checks heartbeats and time
+    limits, logs long waits, and replaces dead replicas. If a trainer rank dies, a call raises TrainerDiedError; then
+    call ``trainers.restart``. If the ledger dies, a call raises EngineError, and the run must end.
     """
 
     def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
         self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
-        # Other machines of a cluster must reach the store. On one machine nobody else should.
+        # On a cluster, other machines must reach the store. Without one, no other machine may reach it.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
         if (warning := open_warning(self._store)) is not None:
             log(f"warning: {warning}")
         self._devices = RunDevices(config, self._backend)
         self._monitor = ProcessMonitor(
-            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), several_hosts=not is_local()
+            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), names_hosts=not is_local()
         )
         self._checked_s = time.monotonic()
         self.ledger = DriverLedger(config, monitor=self._monitor)
@@ -85,12 +85,12 @@ class Fleet:
 
     def launch(self) -> None:
         """Start trainers and replicas at the same time; return when the trainers are set up."""
-        set_up = self.trainers.start()
+        set_up_answers = self.trainers.start()
         self.replicas.start()
-        self.trainers.wait_until_set_up(set_up)
+        self.trainers.wait_until_set_up(set_up_answers)
 
     def wait_for_replicas(self) -> None:
-        """Return when every replica is set up and waits for weights."""
+        """Wait until every replica is set up and ready for its first weights."""
         with self.waiting_for("the replicas to be set up"):
             while self.replicas.are_starting:
                 self.watch([])
@@ -98,20 +98,20 @@ class Fleet:
         self._requests = ScaleRequests(self._config.dir)
 
     def describe_size(self) -> str:
-        """Return the numbers of processes, in words."""
+        """Return a text with the numbers of processes."""
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     @property
     def device_counts(self) -> DeviceCounts:
-        """The number of devices of the replicas, and of the run, at present."""
+        """The current number of devices of the replicas and of the run."""
         return self._devices.counts
 
     def describe(self) -> str:
-        """Return the backend and the numbers of processes, in words."""
+        """Return a text with the backend and the numbers of processes."""
         return f"hwrl on {self._backend.info.name}: {self.describe_size()}"
 
     def describe_placement(self) -> str:
-        """Return the reported devices of the processes, and the transport of weights, in words."""
+        """Return a text with the devices of the processes, the transport of the weights, and the senders."""
         plan = self._devices.plan
         return (
             f"{self._devices.describe()}; weights travel by {plan.transport}: {plan.why_transport}; "
@@ -121,35 +121,39 @@ class Fleet:
     # -- calls that need several kinds of processes ------------------------------------------------------------------
 
     def request_batch(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
-        """Request a batch from the ledger; see :meth:`DriverLedger.take`. Raises if a replica found a changed input."""
+        """Request a batch; see :meth:`DriverLedger.advance_and_take`. Raises if a replica has found a changed input."""
         self.replicas.raise_if_input_changed()
         return self.ledger.advance_and_take(count, version)
 
     def serve_new_receivers(self) -> None:
-        """Send the newest weights if a replica waits for them. The trainers must be idle."""
+        """Send the current weights if a replica has joined since the last transfer. The trainers must be idle."""
         if self.trainers.new_receivers():
             self.trainers.send_weights()
 
     def set_throttle(self, state: ThrottleState) -> None:
-        """Limit the lead of the replicas, and lease no prompts to the youngest ``state.asleep`` of them."""
+        """Limit the lead of the replicas, and lease no prompts to the ``state.asleep`` newest ones.
+
+        At least one replica stays awake.
+        """
         running = self.replicas.running_ids()
         self.ledger.set_throttle(state.lead_groups, running[max(1, len(running) - state.asleep) :])
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def waiting_for(self, subject: str) -> AbstractContextManager[None]:
-        """Log that the run waits for ``subject`` if the block takes long."""
+        """Log that the run is waiting for ``subject`` if the block takes long."""
         return self._monitor.waiting_for(subject)
 
     def watch(self, answers: Sequence[Answer[Any]]) -> list[Answer[Any]]:
-        """Wait up to ``POLL_S`` for the next event; return those of ``answers`` that are ready.
+        """Wait up to ``POLL_S`` for the next event; return the ``answers`` that are ready.
 
-        Restarts dead, silent and late replicas. Raises TrainerDiedError or EngineError if a trainer rank or the ledger
-        is silent.
+        Replaces replicas that have died, do not answer heartbeats, or make no progress. Raises TrainerDiedError or
+        EngineError if a trainer rank or the ledger does not answer heartbeats. A trainer rank that died or failed is
+        noticed by the call that waits for its answer, not here.
         """
         self._check_processes()
         watched = dict.fromkeys([*answers, *self.replicas.answers])
-        if not watched:  # all replicas pause before a restart
+        if not watched:  # all replicas are in the pause before a restart
             time.sleep(POLL_S)
             return []
         ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
@@ -176,38 +180,39 @@ class Fleet:
             self._scale(request)
 
     def _scale(self, request: ScaleRequest) -> None:
-        """Do what ``hwrl scale`` requests, and answer. The number is in the run's config.yaml from now on."""
-        assert self._requests is not None, "the request came from there"
+        """Carry out a request of ``hwrl scale``, write the new number to the run's config.yaml, and answer."""
+        assert self._requests is not None, "the request came from it"
         before = self.replicas.wanted
         try:
-            told = f"{before} → {request.replicas} replicas: {self.replicas.scale(request.replicas)}"
+            outcome = f"{before} → {request.replicas} replicas: {self.replicas.scale(request.replicas)}"
             record_replicas(self._config, request.replicas)
         except HwrlError as error:
             self._requests.answer(request, error=error)
             return
-        self._log(told, kind="scale")
-        self._requests.answer(request, text=told)
+        self._log(outcome, kind="scale")
+        self._requests.answer(request, text=outcome)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, *, failed: bool = False) -> None:
-        """End every process. A process releases files and memory first, if it still answers.
+        """End every process. A process that still answers first releases its files and memory.
 
-        If the run ``failed``, raise the trainers' errors: a save in the background may have failed too.
+        If the run has ``failed``, this also raises the errors of closing the trainers: a save in the background may
+        have failed. A run that has not failed has closed them before.
         """
         closing = self.trainers.begin_close()
         pending = [*closing, *self.replicas.begin_stop()]
         finished = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)[0] if pending else []
-        checks = [partial(raise_hwrl_error, answer) for answer in finished if failed and answer in closing]
+        errors = [partial(raise_hwrl_error, answer) for answer in finished if failed and answer in closing]
         self.trainers.kill()
         self.replicas.kill()
         self.ledger.handle.kill()
         self._devices.close()
-        attempt_all(*checks)
+        attempt_all(*errors)
 
 
 def _newest_step(config: Config) -> int:
-    """Return the step to resume from. The seed of sampling depends on it, so a resumed run draws other samples."""
+    """Return the step to resume from. It is part of the sampling seed, so that a resumed run draws new samples."""
     directory = config.dir / "checkpoints"
     complete = find_checkpoints(directory)[0] if config.resume and directory.is_dir() else []
     return max((info.step for info in complete), default=0)

@@ -1,4 +1,4 @@
-"""Heartbeats: find silent processes of a run. Only the driver sends them and measures time."""
+"""Heartbeats: the driver asks each process for an answer every two seconds, and measures the silence."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hwrl.run.processes.handles import ActorHandle
 
 _INTERVAL_S = 2.0
 _MAX_COUNTED_S = 5.0
-"""The most time to count between two calls. A longer pause means a stop of the driver itself."""
+"""The maximum time to count between two calls. If more has passed, the driver itself was stopped for a while."""
 
 
 class Timeout:
-    """A time limit for one wait. Time in which the driver itself was stopped does not count."""
+    """A time limit for one wait. Time during which the driver itself was stopped does not count."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s, self._waited_s = limit_s, 0.0
         self._last_s = time.monotonic()
 
     def is_over(self) -> bool:
-        """Return whether the wait has taken ``limit_s``. Call it about every second."""
+        """Return whether the wait has lasted for ``limit_s``. Call it about every second."""
         now_s = time.monotonic()
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         self._waited_s += min(elapsed_s, _MAX_COUNTED_S)
@@ -37,7 +37,7 @@ class _Heartbeat:
     answer: Answer[HeartbeatReply]
     sent_s: float
     silent_s: float = 0.0
-    reply: HeartbeatReply | None = None  # the newest; None while it is starting
+    reply: HeartbeatReply | None = None  # the newest one; None while the process is starting
 
     @property
     def is_up(self) -> bool:
@@ -47,9 +47,9 @@ class _Heartbeat:
 class Heartbeats:
     """Sends heartbeats to each actor, and counts the seconds since its last answer.
 
-    Time counts only between calls of :meth:`update`, so a stopped driver blames no actor afterwards. An actor
-    before its first answer is starting, and is not silent. An error of Ray is no answer: the actor may be dead, or its
-    machine cannot be reached for a while.
+    At most five seconds are counted between two calls of :meth:`update`, so that an actor does not appear silent after
+    the driver itself was stopped. Before its first answer an actor is starting, and its silence does not count. An
+    error from Ray is not an answer: the actor may be dead, or its machine cannot be reached for a while.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Heartbeats:
         self._last_s = time.monotonic()
 
     def watch(self, name: str, actor: ActorHandle) -> None:
-        """Send heartbeats to ``actor`` from now on. It replaces an earlier actor of the same name."""
+        """Send heartbeats to ``actor`` from now on, in place of an earlier actor with the same name."""
         self._heartbeats[name] = _Heartbeat(actor, actor.ping(), time.monotonic())
 
     def forget(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Heartbeats:
         self._heartbeats.pop(name, None)
 
     def update(self) -> None:
-        """Read the answers and send new heartbeats. Does not block; call it about every second."""
+        """Read the answers that have arrived, and send new heartbeats. Does not block; call it about every second."""
         now_s = time.monotonic()
         elapsed_s, self._last_s = min(now_s - self._last_s, _MAX_COUNTED_S), now_s
         for heartbeat in self._heartbeats.values():
@@ -77,25 +77,25 @@ class Heartbeats:
                 heartbeat.answer, heartbeat.sent_s = heartbeat.actor.ping(), now_s
 
     def is_up(self, name: str) -> bool:
-        """Return whether the actor ``name`` has answered once."""
+        """Return whether the actor ``name`` has ever answered."""
         return name in self._heartbeats and self._heartbeats[name].is_up
 
     def silent(self) -> dict[str, float]:
-        """Return the seconds of silence of each actor; 0.0 during its start."""
+        """Return the seconds since the last answer of each actor; 0.0 before its first answer."""
         return {name: heartbeat.silent_s for name, heartbeat in self._heartbeats.items()}
 
     def loop_turns(self) -> dict[str, float]:
-        """Return for how many seconds the present turn of each actor's loop has lasted, by its last answer."""
-        return {name: one.reply.turn_s for name, one in self._heartbeats.items() if one.reply is not None}
+        """Return the seconds that each actor's loop has spent in its current turn, by its last answer."""
+        return {name: beat.reply.turn_s for name, beat in self._heartbeats.items() if beat.reply is not None}
 
     def host_of(self, name: str) -> str | None:
-        """Return the name of the machine of the actor ``name``; None before its first answer."""
+        """Return the host name of the actor's machine; None before its first answer."""
         reply = self._heartbeats[name].reply if name in self._heartbeats else None
         return None if reply is None else reply.host
 
 
 def _read(heartbeat: _Heartbeat) -> bool:
-    """Read the answer; return whether it is one."""
+    """Read the reply that has arrived; return False if it is an error instead."""
     try:
         heartbeat.reply = value_of(heartbeat.answer)
     except RayError:

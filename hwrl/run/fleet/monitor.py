@@ -1,4 +1,4 @@
-"""The driver's view of its processes: heartbeats, and log lines about long waits."""
+"""The driver's monitor of its processes: heartbeats, and log lines about long waits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hwrl.run.processes.handles import ActorHandle
 
 
 class ProcessMonitor:
-    """Watches the processes of a run by name. A silence of ``heartbeat_s`` seconds makes one unresponsive.
+    """Watches the processes of a run by name. A process is unresponsive if it does not answer for ``heartbeat_s``.
 
-    With ``several_hosts``, log lines name the machine of a process.
+    With ``names_hosts``, log lines include the machine of each process.
     """
 
-    def __init__(self, *, heartbeat_s: float, log: Callable[[str], None], several_hosts: bool = False) -> None:
-        self._heartbeat_s, self._several_hosts = heartbeat_s, several_hosts
+    def __init__(self, *, heartbeat_s: float, log: Callable[[str], None], names_hosts: bool = False) -> None:
+        self._heartbeat_s, self._names_hosts = heartbeat_s, names_hosts
         self._heartbeats, self._wait_log = Heartbeats(), WaitLog(log)
 
     def watch(self, name: str, actor: ActorHandle) -> None:
@@ -25,35 +25,35 @@ class ProcessMonitor:
         self._heartbeats.watch(name, actor)
 
     def forget(self, name: str) -> None:
-        """Stop watching."""
+        """Stop watching the process ``name``."""
         self._wait_log.forget(self.locate(name))
         self._heartbeats.forget(name)
 
     def waiting_for(self, subject: str) -> AbstractContextManager[None]:
-        """Log that the run waits for ``subject`` if the block takes long."""
+        """Log that the run is waiting for ``subject`` if the block takes long."""
         return self._wait_log.waiting_for(subject)
 
     def update(self) -> None:
-        """Exchange heartbeats and log long waits. Does not block; call it about every second."""
+        """Read and send heartbeats, and log long waits. Does not block; call it about every second."""
         self._heartbeats.update()
         silent = {self.locate(name): silent_s for name, silent_s in self._heartbeats.silent().items()}
         self._wait_log.update(silent, limit_s=self._heartbeat_s)
 
     def is_up(self, name: str) -> bool:
-        """Return whether the process has answered once."""
+        """Return whether the process has answered a heartbeat: its start is over."""
         return self._heartbeats.is_up(name)
 
     def loop_turn_s(self, name: str) -> float:
-        """Return for how many seconds the present turn of the process's loop has lasted."""
+        """Return the seconds that the process's loop has spent in its current turn, by the newest heartbeat."""
         return self._heartbeats.loop_turns().get(name, 0.0)
 
     def locate(self, name: str) -> str:
-        """Return ``name`` with its machine, such as "replica-1 on host3"; only the name if that is not known."""
-        host = self._heartbeats.host_of(name) if self._several_hosts else None
+        """Return ``name`` with its machine, such as "replica-1 on host3"; only ``name`` if the machine is not known."""
+        host = self._heartbeats.host_of(name) if self._names_hosts else None
         return name if host is None else f"{name} on {host}"
 
     def unresponsive(self) -> dict[str, str]:
-        """Return the processes that have been silent for too long, each with a sentence about it."""
+        """Return the processes that have not answered for too long, each with the reason as text."""
         return {
             name: f"it has not answered for timeouts.heartbeat_s={self._heartbeat_s:g} s"
             for name, silent_s in self._heartbeats.silent().items()

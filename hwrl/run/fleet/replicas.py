@@ -1,4 +1,4 @@
-"""The rollout replicas of a run: start them, set them up, restart dead and hanging ones, add and remove some."""
+"""The rollout replicas of a run: start them, replace dead and stuck ones, and let some join or leave."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
 
 _TRANSFERS_IN_A_TURN = 4
-"""The most transfers in one turn of a rollouter's loop."""
+"""The maximum number of weight transfers in one turn of a rollouter's loop."""
 _SEEDS = 1 << 31
-"""The number of seeds that every library accepts."""
+"""Seeds are smaller than this number: every library accepts them."""
 
 
 @dataclass(frozen=True)
 class _Replica:
     handle: ReplicaHandle
-    replica_id: str  # of this life alone, in the ledger
-    is_initial: bool  # it began with the run: an error while it is set up ends the run
+    replica_id: str  # of this process; a replacement has the same name and another id
+    is_initial: bool  # it started with the run: an error during its setup ends the run
     started_s: float
-    run: Answer[None] | None = None  # None while it is being set up
+    run: Answer[None] | None = None  # ready when the replica has ended; None during the setup
     is_leaving: bool = False
 
 
 class Replicas:
-    """Starts the replicas, and restarts dead ones under their old names, as :class:`RestartPlan` says.
+    """Starts the replicas, and replaces dead ones under their old names, after the pauses of :class:`RestartPlan`.
 
-    A replica is set up first, and then runs until the end, or until :meth:`scale` lets it leave. Each of the
-    ``answers`` is an event when it is ready: pass it to :meth:`handle_event`. A replica that dies
-    ``rollout.max_restarts`` + 1 times in a row is given up. The run goes on while ``rollout.min_replicas`` are left.
+    A replica is first set up. Then it runs until the run ends, or until :meth:`scale` lets it leave. The driver waits
+    for one of :attr:`answers` to become ready, and passes it to :meth:`handle_event`. A replica is given up if it dies
+    ``rollout.max_restarts`` + 1 times without finishing a prompt in between. The run continues as long as
+    ``rollout.min_replicas`` are left.
 
-    ``withdraw`` gets the name of each replica that has ended: no weight transfer waits for it after that.
+    ``withdraw`` is called with the name of each replica that has ended, so that weight transfers do not wait for it.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Replicas:
         self._log = partial(log, kind="replica")
         self._log_scale = partial(log, kind="scale")
         self._restarts = RestartPlan(config.rollout.max_restarts)
-        self._wanted: list[str] = []  # the names of all replicas that shall run
-        self._least = config.rollout.min_replicas or config.rollout.replicas
+        self._wanted: list[str] = []  # the names of the replicas that should run, starting and paused ones included
+        self._minimum = config.rollout.min_replicas or config.rollout.replicas
         self._replicas: dict[str, _Replica] = {}
         self._starting: dict[Answer[DeviceReport | None], str] = {}
         self._starts = 0
@@ -82,16 +83,19 @@ class Replicas:
 
     @property
     def answers(self) -> list[Answer[Any]]:
-        """The answers of all replicas that are set up, run or evaluate. Each means an event when it is ready."""
+        """The answers to wait for: of setups, of runs, and of parts of an evaluation. A ready one is an event."""
         return [*self._running(), *self._starting, *(self._evaluation.answers if self._evaluation is not None else ())]
 
     @property
     def are_starting(self) -> bool:
-        """Whether a replica is still being set up."""
+        """Whether a replica is being set up, or is in the pause before a restart."""
         return bool(self._starting or self._restarts.paused)
 
     def handle_event(self, answer: Answer[Any]) -> None:
-        """Let a replica run when it is set up, or restart an ended one. Ignores answers of other processes."""
+        """Handle a ready answer: run a replica that is set up, replace an ended one, or continue an evaluation.
+
+        Ignores answers of other processes.
+        """
         running = self._running()
         if answer in running:
             self.handle_exit(running[answer], why_ended(answer))
@@ -104,7 +108,11 @@ class Replicas:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
 
     def _finish_set_up(self, answer: Answer[DeviceReport | None]) -> None:
-        """Let the replica run. After a death it restarts; another error of one of the first replicas ends the run."""
+        """Let the replica run. If its setup failed, replace it, or raise the error if it is an initial replica.
+
+        If a replacement has found a changed input, there is no further replacement: :meth:`raise_if_input_changed` ends
+        the run.
+        """
         name = self._starting.pop(answer)
         replica = self._replicas[name]
         try:
@@ -117,25 +125,25 @@ class Replicas:
                 raise
             if isinstance(exc, InputChangedError):
                 self._changed_input = exc
-                self._remove(name)  # it is neither late nor silent, and must not restart: the run ends soon
+                self._remove(name)  # without a replacement: the run ends soon
                 return
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
         if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
-            self._log_scale(f"rollout {name} has joined after {took_s:.1f} s; {len(self._running())} replicas run")
+            self._log_scale(f"rollout {name} joined after {took_s:.1f} s; {len(self._running())} replicas run now")
 
     # -- start and restart -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all replicas. Does not wait for them."""
+        """Start all replicas. Does not wait until they are set up."""
         self._wanted = list(self._devices.replicas)
         for name in self._wanted:
             self._start(name, is_initial=True)
 
     def _start(self, name: str, *, is_initial: bool = False) -> None:
-        """Start the replica ``name``. Its prompts and metrics belong to its replica id."""
+        """Start a process for the replica ``name``, with a new replica id."""
         start, self._starts = self._starts, self._starts + 1
         replica_id = f"{name}#{start}"
         handle = ReplicaHandle(**self._devices.ray_options(name))
@@ -151,9 +159,10 @@ class Replicas:
         self._starting[set_up] = name
 
     def handle_exit(self, name: str, reason: str) -> None:
-        """End the replica ``name`` and start a new one, at once or after a pause; one that was leaving has left.
+        """Handle the end of the process of replica ``name``; kill the process if it still exists.
 
-        Raises EngineError if it is given up, and too few replicas are left.
+        A replica that was leaving is now gone. Any other one gets a replacement, at once or after a pause, or is given
+        up. Raises EngineError if too few replicas are left.
         """
         replica = self._replicas[name]
         place = self._monitor.locate(name)
@@ -161,38 +170,38 @@ class Replicas:
         if replica.is_leaving:
             self._devices.remove_replica(name)
             running = len(self._running())
-            self._log_scale(f"rollout {place} has left ({reason}); {lost} prompts go to others; {running} replicas run")
+            self._log_scale(f"rollout {place} left ({reason}); {lost} prompts go to others; {running} replicas run now")
             return
         ended = f"rollout {place} ended ({reason}); {lost} prompts go to others"
         pause_s = self._restarts.add_death(name, finished=finished)
         if pause_s is None:
             self._give_up(name, reason, ended)
             return
-        self._log(f"{ended}, a new replica starts{f' in {pause_s:g} s' if pause_s else ''}")
+        self._log(f"{ended}; a new replica starts{f' in {pause_s:g} s' if pause_s else ''}")
         self.start_pending()
 
     def start_pending(self) -> None:
-        """Start the replicas whose pause after a death is over."""
+        """Start the replacements whose pause is over."""
         for name in self._restarts.take_due():
             self._start(name)
 
     def _give_up(self, name: str, reason: str, ended: str) -> None:
-        """Go on without ``name``. Raises EngineError if too few replicas are left."""
+        """Continue without the replica ``name``. Raises EngineError if too few replicas are left."""
         self._wanted.remove(name)
         self._devices.remove_replica(name)
         restarts = self._config.rollout.max_restarts
-        deaths = f"{restarts + 1} times in a row" if restarts else "once"
-        if len(self._wanted) < self._least:
+        times = f"{restarts + 1} times in a row" if restarts else "once"
+        if len(self._wanted) < self._minimum:
             raise EngineError(
-                f"rollout {name} died {deaths}{', and finished no prompt in between' if restarts else ''}",
+                f"rollout {name} died {times}{' without finishing a prompt in between' if restarts else ''}",
                 why=reason,
-                fix="remove the cause, or raise rollout.max_restarts; with rollout.min_replicas the run goes on with "
-                "fewer replicas; resume=true continues the run",
+                fix="fix the cause, or raise rollout.max_restarts; with a lower rollout.min_replicas a run continues "
+                "with fewer replicas; resume=true continues this run",
             )
-        self._log_scale(f"{ended}; it died {deaths} and is given up: {len(self._wanted)} are left")
+        self._log_scale(f"{ended}; it died {times} and is given up; {len(self._wanted)} replicas are left")
 
     def _remove(self, name: str) -> ForgottenReplica:
-        """End the replica ``name``; its prompts go to others."""
+        """Kill the process of the replica ``name`` and forget it; its prompts go to other replicas."""
         replica = self._replicas.pop(name)
         self._devices.forget(name)
         self._starting = {answer: other for answer, other in self._starting.items() if other != name}
@@ -205,17 +214,18 @@ class Replicas:
 
     @property
     def wanted(self) -> int:
-        """The number of replicas that shall run: those that run, start, or wait for a restart."""
+        """The number of replicas that should run: those that run, are starting, or pause before a restart."""
         return len(self._wanted)
 
     def scale(self, count: int) -> str:
-        """Let replicas join or leave until ``count`` are wanted; return a sentence about it. Does not block.
+        """Change the number of replicas to ``count``; return a message about the change. Does not block.
 
-        A new replica builds its model while the others go on, and then gets the newest weights. A leaving one finishes
-        its prompts, and leases no more. Raises ConfigError, and changes nothing, if there are too few devices.
+        A new replica builds its model while the others continue, and then gets the newest weights. A leaving replica
+        leases no more prompts and finishes those that it has. Raises ConfigError if there are too few devices; then
+        nothing has changed.
         """
         before = len(self._wanted)
-        self._least = min(self._least, count)
+        self._minimum = min(self._minimum, count)
         if count > before:
             return self._add(count - before)
         names = sorted(self._wanted, key=lambda name: (self._is_running(name), -self._wanted.index(name)))
@@ -223,9 +233,9 @@ class Replicas:
             self._let_leave(name)
         gone = ", ".join(name for name in names[: before - count] if name not in self._replicas)
         leaving = ", ".join(name for name in names[: before - count] if name in self._replicas)
-        told = [f"{gone} left at once"] if gone else []
-        told += [f"{leaving} will leave when their prompts are finished"] if leaving else []
-        return "; ".join(told) or f"{count} replicas are already there"
+        parts = [f"{gone} left at once"] if gone else []
+        parts += [f"{leaving} will leave when their prompts are finished"] if leaving else []
+        return "; ".join(parts) or f"{count} replicas are already running or starting"
 
     def _add(self, count: int) -> str:
         taken = {*self._replicas, *self._wanted}
@@ -263,37 +273,37 @@ class Replicas:
     # -- replicas without progress ---------------------------------------------------------------------------------
 
     def replace_stuck(self) -> None:
-        """Restart the replicas without progress. They may still answer heartbeats."""
+        """Replace the replicas that make no progress. They may still answer heartbeats."""
         for name, reason in self._find_stuck().items():
             self.handle_exit(name, reason)
 
     def _find_stuck(self) -> dict[str, str]:
-        """Take back overdue prompts; return all replicas without progress, each with its exceeded limit."""
-        late, now_s = {}, time.monotonic()
+        """Make overdue prompts free for others; return the stuck replicas by name, each with the exceeded limit."""
+        stuck, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
         turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
         overdue = self._ledger.expire_overdue()
         for name, replica in list(self._replicas.items()):
-            if self._awaits_devices(name):
+            if self._awaits_devices(name):  # the limit for its setup starts when it has devices
                 self._replicas[name] = replica = dataclasses.replace(replica, started_s=now_s)
             if replica.replica_id in overdue:
-                late[name] = f"it made no progress on a prompt for rollout.group_timeout_s={group_s:g}"
+                stuck[name] = f"it made no progress on a prompt for rollout.group_timeout_s={group_s:g} s"
             elif replica.run is None and now_s - replica.started_s > start_s:
-                late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
+                stuck[name] = f"it was not set up within timeouts.start_s={start_s:g} s"
             elif self._monitor.loop_turn_s(name) > turn_s:
-                late[name] = f"one turn of its loop has lasted for {self._monitor.loop_turn_s(name):.0f} s"
+                stuck[name] = f"one turn of its loop has lasted for {self._monitor.loop_turn_s(name):.0f} s"
         if self._evaluation is not None:
             self._evaluation.poll()
             reasons = self._evaluation.stuck()
-            late |= {
+            stuck |= {
                 name: reasons[replica.replica_id]
                 for name, replica in self._replicas.items()
                 if replica.replica_id in reasons
             }
-        return late
+        return stuck
 
     def _awaits_devices(self, name: str) -> bool:
-        """Return whether Ray may have no devices yet for a replica: it is not late."""
+        """Return whether the replica may still be waiting for devices from Ray. Then it is not stuck."""
         is_initial, is_up = self._replicas[name].is_initial, self._monitor.is_up(name)
         return not is_initial and not is_up and self._devices.may_wait(name)
 
@@ -301,13 +311,14 @@ class Replicas:
 
     @property
     def input_changed(self) -> bool:
-        """Whether a replacement found a changed input. No restart can fix this, so the run must end."""
+        """Whether a replacement found a changed input file. No restart can fix this, so the run must end."""
         return self._changed_input is not None
 
     def raise_if_input_changed(self) -> None:
-        """Raise the error of the changed input, if there is one.
+        """Raise the error about a changed input, if a replica has found one.
 
-        Call it only while the trainers are idle and no batch is on its way: the run then still saves a checkpoint.
+        Call it only while the trainers are idle and no batch has been requested. The run can then save a checkpoint
+        before it ends.
         """
         if self._changed_input is not None:
             raise self._changed_input
@@ -315,7 +326,7 @@ class Replicas:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> ShardedEvaluation | None:
-        """Let the running replicas share an evaluation; return None if no replica runs. Does not block."""
+        """Start an evaluation on the running replicas; return None if no replica runs. Does not block."""
         if not self.running:
             return None
         limit_s = self._config.timeouts.evaluation_s
@@ -327,13 +338,12 @@ class Replicas:
 
     @property
     def running(self) -> int:
-        """The number of running replicas that do not leave."""
+        """The number of running replicas that are not leaving."""
         return len(self.running_ids())
 
     def running_ids(self) -> list[str]:
-        """Return the replica ids of the running replicas that do not leave, the oldest name first."""
-        present = [self._replicas[name] for name in self._wanted if self._is_running(name)]
-        return [replica.replica_id for replica in present]
+        """Return the ids of the running replicas that are not leaving. The last ones are those that joined last."""
+        return [self._replicas[name].replica_id for name in self._wanted if self._is_running(name)]
 
     def begin_stop(self) -> list[Answer[None]]:
         """Tell all replicas to stop; return the answers to wait for."""
@@ -342,6 +352,6 @@ class Replicas:
         return [replica.run for replica in self._replicas.values() if replica.run is not None]
 
     def kill(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for replica in self._replicas.values():
             replica.handle.kill()

@@ -1,4 +1,4 @@
-"""When a dead replica starts again, and when it is given up."""
+"""Decide when a dead replica is replaced, and when it is given up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class RestartPlan:
-    """The deaths of each replica in a row, and the time of its next start.
+    """Counts the consecutive deaths of each replica, and has the time of its next start.
 
-    A row ends with a life that finished a prompt. The first restart of a row is immediate. The pauses before the next
-    ones are 1, 2, 4, ... seconds, at most 60: an exponential backoff, so that a crash loop costs little. After
-    ``limit`` restarts in a row the replica is given up. ``clock`` returns seconds.
+    A process that has finished a prompt before its death resets the count. The first restart is immediate. The pauses
+    before the next ones are 1, 2, 4, ... seconds, at most 60: an exponential backoff, so that a crash loop costs
+    little. After ``limit`` consecutive restarts the replica is given up. ``clock`` returns seconds.
     """
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,9 +24,9 @@ class RestartPlan:
         self._due_s: dict[str, float] = {}
 
     def add_death(self, name: str, *, finished: bool) -> float | None:
-        """Note a death of ``name``, in a life that has ``finished`` a prompt or not.
+        """Count a death of the replica ``name``; ``finished`` says whether this process had finished a prompt.
 
-        Return the pause before its restart in seconds, None if it is given up.
+        Returns the pause before the restart in seconds; None if the replica is given up.
         """
         deaths = self._deaths[name] = 1 if finished else self._deaths[name] + 1
         if deaths > self._limit:
@@ -38,17 +38,17 @@ class RestartPlan:
 
     @property
     def paused(self) -> set[str]:
-        """The replicas between a death and a restart."""
+        """The replicas in the pause between a death and a restart."""
         return set(self._due_s)
 
     def take_due(self) -> list[str]:
-        """Return the replicas to start now; they are not paused any longer."""
+        """Return the replicas whose pause is over, and remove them from :attr:`paused`. The caller starts them."""
         due = [name for name, due_s in self._due_s.items() if due_s <= self._clock()]
         for name in due:
             del self._due_s[name]
         return due
 
     def forget(self, name: str) -> None:
-        """Forget all deaths of ``name``: a new replica of the name begins without any."""
+        """Forget all deaths of ``name``: a new replica with this name starts with a count of 0."""
         self._deaths.pop(name, None)
         self._due_s.pop(name, None)

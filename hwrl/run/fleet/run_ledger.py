@@ -1,4 +1,4 @@
-"""The process of the prompt ledger, for the driver."""
+"""The driver's calls to the process of the prompt ledger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hwrl.run.processes.answers import DEATH_ERRORS, Answer, ValueT, is_ready, v
 from hwrl.run.processes.handles import LedgerHandle
 
 LEDGER = "the ledger"
-"""The name of its process in log lines."""
+"""The name of the ledger's process in log lines."""
 POLL_S = 1.0
 
 
 class DriverLedger:
-    """Starts the ledger and calls it. Each call but :meth:`take` blocks until the answer is there.
+    """Starts the ledger's process and calls it. Each call except :meth:`advance_and_take` blocks until the answer.
 
-    Raises EngineError if the ledger is dead or answers too late: no run can continue without its ledger.
+    Raises EngineError if the ledger has died or does not answer in time. A run cannot continue without its ledger.
     """
 
     def __init__(self, config: Config, *, monitor: ProcessMonitor) -> None:
@@ -31,26 +31,27 @@ class DriverLedger:
         monitor.watch(LEDGER, self.handle)
 
     def advance_and_take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
-        """Request a batch of ``count`` groups, and tell the ledger that ``version`` is published. Does not block.
+        """Advance the ledger to ``version``, the newest published one, and request a batch. Does not block.
 
-        The first answer, the groups, goes to the trainers as it is. :meth:`value_of` reads the second one.
+        Advancing lets the replicas lease more prompts. The first answer is a batch of ``count`` groups; pass it to the
+        trainers without reading it. The second answer describes the batch; read it with :meth:`value_of`.
         """
         return self.handle.advance_and_take(count, version)
 
     def abandon_take(self) -> None:
-        """End a waiting :meth:`take`."""
+        """End a waiting :meth:`advance_and_take`. Its description is then None, unless the batch came before."""
         self._wait(self.handle.abandon_take(), "abandon_take")
 
     def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
-        """Admit at most ``lead_groups`` groups beyond the present version's, and lease none to ``asleep`` replicas."""
+        """Limit the lead (None: only by the staleness bound), and lease nothing to the replica ids ``asleep``."""
         self._wait(self.handle.set_throttle(lead_groups, asleep), "set_throttle")
 
     def forget(self, replica_id: str) -> ForgottenReplica:
-        """Take back all prompts of a dead replica. A replacement of it has another id."""
+        """Make all prompts of a dead replica free for others. Its replacement has another id."""
         return self._wait(self.handle.forget(replica_id), "forget")
 
     def expire_overdue(self) -> list[str]:
-        """Take back prompts without progress; return the ids of the replicas that held them."""
+        """Make prompts without progress free for others; return the ids of the replicas that had leased them."""
         return self._wait(self.handle.expire_overdue(), "expire_overdue")
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,11 +59,11 @@ class DriverLedger:
         return self._wait(self.handle.state_dict(), "state_dict")
 
     def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
-        """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
+        """Restore the state of a checkpoint, for a new incarnation of the trainer."""
         self._wait(self.handle.load_state_dict(state, incarnation), "load_state_dict")
 
     def value_of(self, answer: Answer[ValueT]) -> ValueT:
-        """Wait for one of the ledger's answers without a limit; return its value."""
+        """Wait for an answer of the ledger, without a time limit; return its value."""
         try:
             return value_of(answer)
         except DEATH_ERRORS as exc:
@@ -74,14 +75,14 @@ class DriverLedger:
         while not is_ready(answer, timeout_s=POLL_S):
             self._monitor.update()
             if timeout.is_over():
-                raise ledger_died(f"it did not answer {call!r} within timeouts.{key}={timeout.limit_s:g}")
+                raise ledger_died(f"it did not answer {call!r} within timeouts.{key}={timeout.limit_s:g} s")
         return self.value_of(answer)
 
 
 def ledger_died(why: str) -> EngineError:
-    """Return the error for a dead ledger."""
+    """Return the error about a dead ledger."""
     return EngineError(
-        "the ledger of prompts died",
+        "the prompt ledger died",
         why=why,
         fix="resume=true continues from the last checkpoint, if there is one",
     )

@@ -1,4 +1,4 @@
-"""One evaluation, in parts on the replicas of a run."""
+"""One evaluation, divided among the replicas of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hwrl.rollout import Evaluation
 
 _TRIES = 3
-"""How often one part may begin."""
+"""The maximum number of attempts at one part."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class _StartedPart:
 
 
 class ShardedEvaluation:
-    """An evaluation in as many parts as replicas run and do not leave. Each part goes to one replica.
+    """An evaluation with one part of the prompts for each running replica that is not leaving.
 
-    ``running`` returns the running replicas by their id, which names one life; ``staying`` returns the ids of those
-    that do not leave. If a replica dies, its part goes to another one, three times at most. :meth:`poll` does all of
-    this; call it now and then.
+    ``running`` returns the running replicas by replica id. ``staying`` returns the ids of those that are not leaving.
+    If a replica dies, its part goes to another one. After three attempts at a part the evaluation is lost. All of this
+    happens in :meth:`poll`; call it repeatedly.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class ShardedEvaluation:
 
     @property
     def answers(self) -> list[Answer[Evaluation | None]]:
-        """The answers of the parts at work. When one is ready, :meth:`poll` has something to do."""
+        """The answers of the parts in progress. When one is ready, call :meth:`poll`."""
         return [work.answer for work in self._working.values()]
 
     @property
     def is_over(self) -> bool:
-        """Whether :meth:`result` has an answer."""
+        """Whether the evaluation has finished, failed, or is lost: :meth:`result` may be called."""
         return self._error is not None or not (self._working or (self._waiting and not self._lost))
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no replica works on it, and a part waits for one."""
+        """Whether a part waits for a replica, and no other part is in progress."""
         return bool(self._waiting) and not self._working
 
     def poll(self) -> None:
-        """Take finished parts, and give waiting ones to idle replicas. Does not block."""
+        """Collect finished parts, and start waiting ones on replicas without a part. Does not block."""
         running = self._running()
         for replica_id, work in list(self._working.items()):
             if is_ready(work.answer):
@@ -93,9 +93,9 @@ class ShardedEvaluation:
                 self._working[replica_id] = _StartedPart(part, answer, time.monotonic())
 
     def stuck(self) -> dict[str, str]:
-        """Return the replicas whose part takes too long, each with the reason."""
+        """Return the ids of the replicas that have exceeded the time limit for their part, with the reason as text."""
         now_s = time.monotonic()
-        reason = f"its evaluation took timeouts.evaluation_s={self._limit_s:g}"
+        reason = f"its part of an evaluation was not finished within timeouts.evaluation_s={self._limit_s:g} s"
         return {
             replica_id: reason
             for replica_id, work in self._working.items()
@@ -103,7 +103,7 @@ class ShardedEvaluation:
         }
 
     def result(self) -> Evaluation | None:
-        """Return the whole, once it is over; None if a part was lost too often. Raises the error of a part."""
+        """Return the joined result if :attr:`is_over`; None if the evaluation is lost. Raises the error of a part."""
         if self._error is not None:
             raise self._error
         if self._lost:
@@ -115,7 +115,7 @@ class ShardedEvaluation:
     def _take(self, work: _StartedPart) -> None:
         try:
             evaluation = value_of(work.answer)
-        except (*DEATH_ERRORS, EngineError):  # the replica died, or its rollouter has ended
+        except (*DEATH_ERRORS, EngineError):  # the replica died, or its rollouter ended
             self._put_back(work.part)
         except (HwrlError, RayTaskError) as exc:
             self._error = exc

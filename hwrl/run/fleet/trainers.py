@@ -1,4 +1,4 @@
-"""All ranks of the trainer, as one object of the driver."""
+"""The driver's view of the trainer: one object that calls all ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
 
 Watch = Callable[[Sequence[Answer[Any]]], list[Answer[Any]]]
-"""Waits up to a second for one of the answers, while it watches all processes; returns the answers that are ready."""
+"""Waits up to a second for one of the answers while it watches all processes. Returns the answers that are ready."""
 
 
 class TrainerDiedError(Exception):
-    """A trainer rank is dead, or hangs. The other ranks cannot continue without it."""
+    """A trainer rank has died or hangs. The other ranks cannot continue without it."""
 
 
 class Trainers:
-    """Starts the trainer ranks and calls them. A call goes to all ranks, and blocks; ``watch`` runs meanwhile.
+    """Starts the trainer ranks and calls them.
 
-    A rank's own error is raised as itself. A dead or hanging rank raises TrainerDiedError; then call :meth:`restart`.
+    Each call goes to all ranks and blocks until all have answered, with ``watch`` running meanwhile. Only
+    :meth:`new_receivers` and :meth:`finish_profile` go to rank 0 alone. An HwrlError in a rank is raised as itself. If
+    a rank dies or hangs, a call raises TrainerDiedError; then call :meth:`restart`.
     """
 
     def __init__(
@@ -52,13 +54,13 @@ class Trainers:
 
     @property
     def incarnation(self) -> int:
-        """The number of starts of the trainer before this one."""
+        """The number of starts of the trainer before the current one: 0 until the first restart."""
         return self._starts - 1
 
     # -- start -----------------------------------------------------------------------------------------------------
 
     def start(self) -> list[Answer[DeviceReport | None]]:
-        """Start all ranks and begin to set them up; return the answers for :meth:`wait_until_set_up`."""
+        """Start all ranks and begin to set them up. Pass the returned answers to :meth:`wait_until_set_up`."""
         self._starts += 1
         self._set_up_done = False
         self._ranks = [TrainerHandle(**self._devices.ray_options(name)) for name in self._devices.ranks]
@@ -76,7 +78,7 @@ class Trainers:
         ]
 
     def wait_until_set_up(self, set_up: list[Answer[DeviceReport | None]]) -> None:
-        """Wait for the ranks of :meth:`start`, and check the devices that they report."""
+        """Wait until the ranks of :meth:`start` are set up, and check the devices that they report."""
         with self._monitor.waiting_for("the trainers to be set up"):
             reports = self._gather(set_up, limit_s=self._config.timeouts.start_s, key="timeouts.start_s")
         for name, report in zip(self._devices.ranks, reports, strict=True):
@@ -84,12 +86,12 @@ class Trainers:
         self._set_up_done = True
 
     def restart(self, cause: Exception) -> None:
-        """End all ranks and start new ones. Raises EngineError after ``train.max_restarts`` restarts."""
+        """Kill all ranks and start new ones. Raises EngineError after ``train.max_restarts`` restarts in total."""
         if self._starts > self._config.train.max_restarts:
             raise EngineError(
                 f"the trainer died {self._starts} times",
                 why=str(cause),
-                fix="remove the cause, or raise train.max_restarts; resume=true continues the run",
+                fix="fix the cause, or raise train.max_restarts; resume=true continues the run",
             ) from cause
         self._log(f"a trainer died ({cause}); all its ranks start again")
         for name, rank in zip(self._devices.ranks, self._ranks, strict=True):
@@ -121,15 +123,15 @@ class Trainers:
         return self._call("a training step", [rank.step(groups) for rank in self._ranks])
 
     def finish_profile(self) -> str | None:
-        """Write the first rank's profile of steps if there is one to write; return a sentence about it, only once."""
+        """Write the profile of rank 0 if steps are recorded. Return a message about it once, and None otherwise."""
         return self._call("the trainer to write its profile", [self._ranks[0].finish_profile()])
 
     def save(self, ledger: dict[str, Any]) -> Metrics:
-        """Save a checkpoint with the ledger's state; return how long it took."""
+        """Save a checkpoint with the ledger's state; return the seconds that the trainer waited for it."""
         return self._call("the trainer to save a checkpoint", [rank.save(ledger) for rank in self._ranks])
 
     def export_model(self) -> None:
-        """Write the model to the run directory."""
+        """Write the trained model to the run directory."""
         self._call("the trainer to export the model", [rank.export_model() for rank in self._ranks])
 
     def close(self) -> None:
@@ -137,41 +139,44 @@ class Trainers:
         self._call("the trainer to close", [rank.close() for rank in self._ranks])
 
     def begin_close(self) -> list[Answer[None]]:
-        """Begin to close the ranks, if they are set up, without waiting."""
+        """Begin to close the ranks if they are set up. Does not wait; return the answers."""
         return [rank.close() for rank in self._ranks if self._set_up_done]
 
     def kill(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for rank in self._ranks:
             rank.kill()
 
     def _call(self, subject: str, answers: list[Answer[ValueT]]) -> ValueT:
-        """Wait for the answers of all ranks; return the first rank's."""
+        """Wait for the answers of all ranks; return the answer of rank 0."""
         with self._monitor.waiting_for(subject):
             return self._gather(answers)[0]
 
     def _gather(
         self, answers: list[Answer[ValueT]], *, limit_s: float | None = None, key: str = "timeouts.trainer_s"
     ) -> list[ValueT]:
-        """Return the values of ``answers``. If a rank died, it is the cause of the other ranks' errors.
+        """Wait for ``answers`` and return their values.
 
-        Raises TrainerDiedError after ``limit_s`` seconds; ``key`` is the setting with this limit.
+        Raises the error of a rank. Raises TrainerDiedError if a rank died, even if another rank failed first as a
+        consequence, and also after ``limit_s`` seconds. ``key`` is the setting that has this limit.
         """
         pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
         timeout = Timeout(limit_s)
+        # Not strict, because some calls go to rank 0 alone.
         names = {answer: self._monitor.locate(name) for answer, name in zip(answers, self._devices.ranks, strict=False)}
         while pending:
             if timeout.is_over():
-                raise TrainerDiedError(f"a rank has not answered a call within {key}={limit_s:g} s")
+                raise TrainerDiedError(f"a rank did not answer a call within {key}={limit_s:g} s")
             for answer in self._watch(pending):
                 pending.remove(answer)
                 self._raise_cause(answer, pending, names)
         return [value_of(answer) for answer in answers]
 
     def _raise_cause(self, answer: Answer[Any], pending: list[Answer[Any]], names: dict[Answer[Any], str]) -> None:
-        """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first.
+        """Raise the error in ``answer``, if it has one. If another rank has died, raise that instead: it is the cause.
 
-        On a cluster a lost machine counts as dead after the heartbeats' time, and the other ranks may fail before.
+        So after an error this waits for a while whether one of the ``pending`` answers brings a death. On a cluster the
+        wait includes ``timeouts.heartbeat_s``, because the loss of a machine is noticed only after that time.
         """
         try:
             value_of(answer)
@@ -180,7 +185,7 @@ class Trainers:
         except (HwrlError, RayTaskError) as exc:
             timeout = Timeout(DEATH_NOTICE_S + (0.0 if is_local() else self._config.timeouts.heartbeat_s))
             while pending and not timeout.is_over():
-                for other in self._watch(pending):  # raises TrainerDiedError for a silent rank
+                for other in self._watch(pending):  # raises TrainerDiedError for a rank without heartbeats
                     pending.remove(other)
                     if (reason := death_of(other)) is not None:
                         raise TrainerDiedError(f"{names[other]}: {reason}") from exc

@@ -1,4 +1,4 @@
-"""Log lines about long waits and silent processes. With them, a run is never silent itself."""
+"""Log long waits and silent processes, so that the user sees what a run waits for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 FIRST_S = 10.0
-"""A wait or a silence is logged after this time, and again whenever it has doubled."""
+"""A wait or a silence is logged after this time, and again whenever it has lasted twice as long."""
 _USUAL_FACTOR = 2.0
-"""A wait is logged only after this multiple of the longest earlier wait for the same thing."""
+"""A wait is logged only when it exceeds the longest earlier wait for the same subject by this factor."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Wait:
 
 
 class WaitLog:
-    """Logs the waits of a run. Waits may nest; only the innermost is logged. ``clock`` returns seconds."""
+    """Logs the waits of a run. Waits may be nested; only the innermost one is logged. ``clock`` returns seconds."""
 
     def __init__(self, log: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
@@ -31,7 +31,10 @@ class WaitLog:
 
     @contextmanager
     def waiting_for(self, subject: str) -> Iterator[None]:
-        """Wait for ``subject`` in this block. Logged after ``FIRST_S``, or after twice the longest earlier wait."""
+        """Log that the run is waiting for ``subject`` if the block takes longer than usual.
+
+        The limit is ``FIRST_S``, or twice the longest earlier wait for ``subject`` if that is more.
+        """
         usual_s = _USUAL_FACTOR * self._longest_s.get(subject, 0.0)
         wait = _Wait(subject, self._clock(), max(FIRST_S, usual_s))
         self._waits.append(wait)
@@ -43,11 +46,14 @@ class WaitLog:
             self._longest_s[subject] = max(waited_s, self._longest_s.get(subject, 0.0))
 
     def forget(self, process: str) -> None:
-        """Forget the silence of a replaced process."""
+        """Forget how long ``process`` was silent, because it has been replaced."""
         self._logged_silence_s.pop(process, None)
 
     def update(self, silent: Mapping[str, float], *, limit_s: float) -> None:
-        """Log the present wait and the ``silent`` processes (seconds) if it is time. Call it about every second."""
+        """Log the current wait and the silent processes, if they are due. Call it about every second.
+
+        ``silent`` has the seconds since the last answer of each process. ``limit_s`` is the maximum, for the log line.
+        """
         self._log_silence(silent, limit_s)
         if not self._waits:
             return
@@ -65,4 +71,4 @@ class WaitLog:
                 del self._logged_silence_s[process]
             elif silent_s >= max(min(FIRST_S, limit_s / 2), 2 * logged_s):
                 self._logged_silence_s[process] = silent_s
-                self._log(f"waiting for {process}, which has not answered for {silent_s:.0f} s, at most {limit_s:g} s")
+                self._log(f"waiting for {process}: no answer for {silent_s:.0f} s (limit {limit_s:g} s)")

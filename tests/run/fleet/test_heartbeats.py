@@ -42,7 +42,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: None) -> None:
     lost = ActorUnavailableError("its machine is cut off", None)
     log: list[str] = []
-    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, several_hosts=True)
+    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, names_hosts=True)
     monitor.watch(
         "replica-0", cast(Any, Reachable(HeartbeatReply("host1"), *[lost] * 6, HeartbeatReply("host1"), lost))
     )
@@ -52,13 +52,13 @@ def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: N
         silent.append(list(monitor.unresponsive()))
     back = silent.index([], silent.index(["replica-0"]))
     assert silent[0] == [] and back < len(silent) - 1 and silent[-1] == ["replica-0"]
-    assert log[0].startswith("waiting for replica-0 on host1, which has not answered for ")
+    assert log[0].startswith("waiting for replica-0 on host1: no answer for ")
     assert any("replica-0 on host1 answers again" in line for line in log)
 
 
 def test_a_machine_is_named_on_a_cluster_only(looks: None) -> None:
     for several, named in ((True, "replica-0 on host1"), (False, "replica-0")):
-        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, several_hosts=several)
+        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, names_hosts=several)
         monitor.watch("replica-0", cast(Any, Reachable(HeartbeatReply("host1"))))
         assert monitor.locate("replica-0") == "replica-0", "before the first answer"
         monitor.update()

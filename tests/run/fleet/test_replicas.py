@@ -183,7 +183,7 @@ def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
     world.set_up()
     world.end(5)
     assert world.logged[-1].startswith("scale: rollout replica-1 ended (killed)")
-    assert world.logged[-1].endswith("it died 5 times in a row and is given up: 1 are left")
+    assert world.logged[-1].endswith("it died 5 times in a row and is given up; 1 replicas are left")
     assert world.withdrawn == ["replica-1"] * 5 and world.replicas.wanted == 1
     world.wait(1e6)
     assert len(StandInHandle.handles) == 6
@@ -223,14 +223,14 @@ def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: 
     assert world.replicas.scale(3) == "replica-1, replica-2 will join when their models are built"
     world.set_up()
     assert world.replicas.running_ids() == ["replica-0#0", "replica-1#1", "replica-2#2"]
-    assert world.replicas.scale(3) == "3 replicas are already there"
+    assert world.replicas.scale(3) == "3 replicas are already running or starting"
     assert world.replicas.scale(1).startswith("replica-2, replica-1 will leave")
     assert [handle.leaving for handle in StandInHandle.handles] == [False, True, True]
     assert world.replicas.running_ids() == ["replica-0#0"]
     assert world.replicas.scale(2).startswith("replica-3"), "the name of a leaving one is still in use"
     world.end(1)
     world.end(2)
-    assert world.logged[-1] == "scale: rollout replica-2 has left (killed); 0 prompts go to others; 1 replicas run"
+    assert world.logged[-1] == "scale: rollout replica-2 left (killed); 0 prompts go to others; 1 replicas run now"
     assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
     assert world.replicas.scale(1) == "replica-3 left at once", "one that does not run yet leaves first"
     assert StandInHandle.handles[3].killed and not world.replicas.are_starting
@@ -243,4 +243,4 @@ def test_a_replica_that_cannot_join_does_not_end_the_run(monkeypatch: pytest.Mon
     world.replicas.scale(2)
     world.set_up()
     world.set_up()
-    assert "given up: 1 are left" in world.logged[-1] and world.replicas.wanted == 1
+    assert "given up; 1 replicas are left" in world.logged[-1] and world.replicas.wanted == 1

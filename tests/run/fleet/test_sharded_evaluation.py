@@ -122,4 +122,4 @@ def test_a_late_part_is_told() -> None:
     replicas = {"a": StandInReplica(), "b": StandInReplica()}
     evaluation = spread(replicas, limit_s=0.0)
     replicas["b"].finish()
-    assert evaluation.stuck() == {"a": "its evaluation took timeouts.evaluation_s=0"}
+    assert evaluation.stuck() == {"a": "its part of an evaluation was not finished within timeouts.evaluation_s=0 s"}

@@ -62,6 +62,6 @@ def test_a_silent_process_is_logged_and_so_is_its_return(clock: Clock) -> None:
     for second, silent_s in enumerate((0, 5, FIRST_S, 12, 0, 0)):
         at(second, **{"replica-0": silent_s})
     assert logged == [
-        "waiting for replica-0, which has not answered for 10 s, at most 60 s",
+        "waiting for replica-0: no answer for 10 s (limit 60 s)",
         "replica-0 answers again, after more than 10 s",
     ]
