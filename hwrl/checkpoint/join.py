@@ -1,4 +1,4 @@
-"""One whole checkpoint from the parts on the disks of several nodes: :func:`join_parts`."""
+"""Join the parts of a checkpoint, from the disks of several nodes, into one checkpoint: :func:`join_parts`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)
 
 
 def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = None) -> int:
-    """Copy the parts of ``step``, or of the newest step with all parts, into ``out``; return the step.
+    """Join the parts of ``step`` into one checkpoint in ``out``, and return the step.
 
-    Every file is verified as it is copied. ``directories`` stay unchanged. No complete checkpoint in ``out`` is
-    replaced or removed, and its tracker never goes back.
+    Without ``step``, the newest step is joined whose parts are all in ``directories``. Every file is verified when it
+    is copied, and ``directories`` are not changed. In ``out``, no intact checkpoint is replaced or removed, and the
+    tracker never goes back to an earlier step.
 
     Raises :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,
-    :class:`~hwrl.errors.CheckpointCorruptError` if a part is damaged, :class:`~hwrl.errors.CheckpointSaveError` if
-    ``out`` is one of ``directories``, has this step or a later one, or has no room, and the errors of opening a
-    :class:`CheckpointDirectory`.
+    :class:`~hwrl.errors.CheckpointCorruptError` if a part is damaged, and :class:`~hwrl.errors.CheckpointSaveError` if
+    ``out`` is one of ``directories``, already has this step or a later one, or is on a full disk. The errors of opening
+    a :class:`CheckpointDirectory` are raised, too.
     """
     parts = _find_parts(directories, step)
     manifest = parts[0].manifest
     if any(out.exists() and out.samefile(directory) for directory in directories):
-        raise _failed(manifest.step, f"{out} is one of the directories with the parts", fix="give another --out")
+        raise _failed(manifest.step, f"{out} is one of the directories with the parts", fix="choose another --out")
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.enter_context(hold_for_reading(part))
@@ -51,54 +52,56 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
         stack.callback(target.close)
         newest = max((info.step for info in target.intact()), default=-1)
         if newest >= manifest.step:
-            raise _failed(manifest.step, f"{out} already holds step {newest}, complete", fix="give another --out")
+            raise _failed(manifest.step, f"{out} already has step {newest}", fix="choose another --out")
         with _drafting(target, manifest.step) as draft:
             _fill(draft, parts, fs)
             target.commit(draft, manifest.step)
-            target.set_tracker(max(manifest.step, target.announced))
+            target.set_tracker(max(manifest.step, target.announced_step))
     return manifest.step
 
 
 def _find_parts(directories: Sequence[Path], step: int | None) -> list[CheckpointInfo]:
-    """Return the parts of the newest save with all parts, by node."""
+    """Return the parts of the newest save that has all its parts in ``directories``, in the order of the nodes."""
     saves: dict[tuple[int, str], dict[int, CheckpointInfo]] = {}
     for directory in directories:
         for info in find_checkpoints(directory)[0]:
             saves.setdefault((info.step, info.manifest.save_id), {})[info.manifest.node] = info
-    whole = {
+    with_all_parts = {
         found: parts
         for (found, _), parts in saves.items()
         if step in (None, found) and len(parts) == next(iter(parts.values())).manifest.nodes
     }
-    if not whole:
-        have = {found: sorted(parts) for (found, _), parts in sorted(saves.items())}
+    if not with_all_parts:
+        found_nodes = {found: sorted(parts) for (found, _), parts in sorted(saves.items())}
         raise CheckpointNotFoundError(
-            "no checkpoint has all its parts in these directories" if step is None else f"step {step} lacks parts",
-            why=f"the nodes whose parts are there, by step: {have}",
-            fix="name the checkpoint directory of every node that saved",
+            "no checkpoint has all its parts in these directories"
+            if step is None
+            else f"step {step} does not have all its parts in these directories",
+            why=f"for each step, these nodes' parts were found: {found_nodes}",
+            fix="give the checkpoint directory of every node that saved",
         )
-    return [info for _, info in sorted(whole[max(whole)].items())]
+    return [info for _, info in sorted(with_all_parts[max(with_all_parts)].items())]
 
 
 @contextlib.contextmanager
 def _drafting(target: CheckpointDirectory, step: int) -> Iterator[Path]:
-    """Yield a new draft in ``target``. After an error the draft is removed; an OSError becomes CheckpointSaveError."""
-    save_id = os.urandom(8).hex()  # a new one: the id of the parts is read from a file
+    """Yield a new draft in ``target``. If the block fails, remove it. Raise an OSError as CheckpointSaveError."""
+    save_id = os.urandom(8).hex()  # not the id in the parts' manifests: it becomes a part of a path
     draft = draft_path(target.path, step, save_id)
     try:
-        target.begin(step, save_id)
+        target.create_draft(step, save_id)
         yield draft
     except BaseException as exc:
-        target.abandon(draft)
+        target.remove_draft(draft)
         if not isinstance(exc, OSError):
             raise
         why = f"{exc.strerror}: {exc.filename or target.path}"
         intact: list[CheckpointInfo] = []
-        with contextlib.suppress(CheckpointNotFoundError):  # the same disk may refuse this too
+        with contextlib.suppress(CheckpointNotFoundError):  # the broken disk may refuse this, too
             intact = target.intact()
         if any(info.step == step for info in intact):
             why = f"it is complete in {target.path}, but its name may not be durable or not in the tracker ({why})"
-        raise _failed(step, why, fix="fix the cause, or give another --out") from exc
+        raise _failed(step, why, fix="fix the cause, or choose another --out") from exc
 
 
 def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
@@ -106,14 +109,17 @@ def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
     for part in parts:
         verify_files(part, _REWRITTEN)
         files |= copy_files(part, draft, part.manifest.files.keys() - {*_REWRITTEN}, fs=fs)
-    entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in read_entries(part)}
+    # Two nodes may have the same chunk. The part of the first of them is used: it comes last here.
+    entries = {
+        (entry["name"], tuple(entry.get("offsets", ()))): entry for part in parts[::-1] for entry in read_entries(part)
+    }
     shared, ranks = read_extra(parts[0])
     manifest = replace(parts[0].manifest, node=0, nodes=1, files=files)
     try:
         seal(fs, draft, list(entries.values()), {"all": shared, "ranks": ranks}, manifest)
     except ValueError as exc:
-        raise corrupt_error(parts[0].path, f"with the parts of the other nodes it is not whole: {exc}") from exc
+        raise corrupt_error(parts[0].path, f"the parts of all nodes do not make up one checkpoint: {exc}") from exc
 
 
 def _failed(step: int, why: str, *, fix: str) -> CheckpointSaveError:
-    return CheckpointSaveError(f"joining the parts of step {step} failed", why=why, fix=fix)
+    return CheckpointSaveError(f"cannot join the parts of step {step}", why=why, fix=fix)

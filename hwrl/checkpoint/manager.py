@@ -1,4 +1,7 @@
-""":class:`CheckpointManager`: saves a training state. After a crash at any point there is a complete one to resume."""
+"""Saves and resumes a training state: :class:`CheckpointManager`.
+
+From the first commit on, a crash at any point leaves a complete checkpoint to resume from.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.extra import copy_extra
 from hwrl.checkpoint.format.loading import SavedTensors
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints
-from hwrl.checkpoint.resume import Resumed, ResumeProtocol
+from hwrl.checkpoint.resume import Resumed, Resumer
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.inventory import take_inventory
-from hwrl.checkpoint.saving.nodes import join_node
-from hwrl.checkpoint.saving.save import SaveProtocol
+from hwrl.checkpoint.saving.inventory import gather_inventory
+from hwrl.checkpoint.saving.nodes import find_own_node
+from hwrl.checkpoint.saving.save import Saver
 from hwrl.checkpoint.saving.stages import CapturedSave
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.checkpoint.saving.state import CapturedState, capture_state
@@ -37,12 +40,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a call of ``save`` cost the caller.
+    """What one call of ``save`` cost the caller, on this rank.
 
-    Seconds: ``waited_s`` for the previous save, and ``blocked_s`` from then until ``save`` returned. Bytes:
-    ``cloned_nbytes`` copied within the device, ``staged_nbytes`` copied to the host (both 0 in the foreground),
-    ``lent_nbytes`` read from an offloader's copies instead, and ``held_nbytes`` of host memory kept for this save
-    and later ones.
+    Seconds: ``waited_s`` is the wait for the previous save, and ``blocked_s`` is the rest of the call.
+
+    Bytes: ``cloned_nbytes`` were copied within the device, and ``staged_nbytes`` were copied to the host. Both are 0
+    for a save in the foreground. ``lent_nbytes`` are not copied, but read from the offloader's copies. ``held_nbytes``
+    is the page-locked host memory that the manager holds for this save and keeps for later ones.
     """
 
     waited_s: float
@@ -54,39 +58,50 @@ class SaveReport:
 
 
 class CheckpointManager:
-    """The one writer of a directory of checkpoints.
+    """Saves and resumes checkpoints in a directory. It is the only writer of the directory while it is open.
 
-    ``max_ckpt_to_keep`` newest checkpoints stay; None keeps all. With ``async_save``, ``save`` copies the state and a
-    background thread writes the copy; the next call raises the thread's error. ``staging`` says where the copy lies:
-    "host" is page-locked memory, kept from save to save; "device" is device memory that the process has not needed
-    for anything else so far, freed while the copy is written. Tensors that do not fit there are staged on the host.
+    Timeline: opening locks the directory and removes the drafts of dead writers. (A save also removes them when it
+    begins.) Then call ``save`` and ``resume`` in any order; most programs call ``resume`` once, before training.
+    ``close``, or the end of the ``with`` block, waits for a running save and releases the lock. If the program ends
+    without ``close``, a running save is still completed, but an error of this save does not change the exit status.
 
-    All ranks of ``group`` save together. They make the same calls in the same order. They share one directory, or the
-    ranks of each node have one on its own disk. A rank without a heartbeat for ``timeout_s`` counts as lost; otherwise
-    it may take any time to write. ``fs`` makes every change of the disk.
+    The options: the newest ``max_ckpt_to_keep`` checkpoints are kept; None keeps all. With ``async_save``, ``save``
+    copies the state, and a background thread writes the copy. The next call raises the thread's error. ``staging`` says
+    where the copy is. "host" is page-locked memory, which is kept from one save to the next. "device" is device memory
+    that the process has never needed for anything else; it is freed while the copy is written. Tensors that do not fit
+    there are copied to the host. Every change of the disk goes through ``fs``.
+
+    Several ranks: all ranks of ``group`` make the same calls in the same order. They must begin each call within
+    ``timeout_s`` of each other. Once a rank has begun, it sends heartbeats, and the others wait for it without a limit.
+    A rank that is late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
+
+    Nodes: the ranks either share one directory, or each host has a directory on its own disk. The manager finds this
+    out. A node is the set of ranks that share one directory; on a shared file system, the ranks of all hosts are one
+    node. Each node has its own lock, tracker and part of every checkpoint. While ``after_commit`` runs, the trackers of
+    other nodes may still name the step before.
 
     The arguments of ``save``: ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values,
-    as ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys,
-    taken from rank 0; ``rank_extra`` is the same for each rank.
+    such as the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``. A tensor that several ranks hold
+    is written once for each node. If ranks have different plain values under one name, the lowest rank's value is
+    saved. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with string keys; each
+    rank has its own, and all of them are saved.
 
-    ``export`` writes files for other readers. It is called once, on rank 0, when the tensors of rank 0's node are
-    written. It gets the path of the empty directory ``hf`` inside the checkpoint, and the :class:`SavedTensors`. They
-    are read from the files one at a time, so an export needs no copy of the model.
+    ``export`` writes files for other programs. It is called once, on rank 0, when the tensors of rank 0's node are
+    written. It gets the path of the empty directory ``hf`` in the draft, and the :class:`SavedTensors`, which reads one
+    tensor at a time from the files. The draft is renamed afterwards, so do not store a path that leads into it.
 
-    ``after_commit`` is called once, on rank 0, when all nodes have the step under its final name, and the tracker names
-    it; the checkpoints that retention will remove are still there. It gets the checkpoint. Other programs' trackers can
-    so follow. If it raises, the step stays complete, and ``save`` raises on all ranks (with ``async_save``, the next
-    call). It is not called again for this step, nor for a step whose writer died between the commit and the call.
+    ``after_commit`` is called once, on rank 0, with the checkpoint. The step is complete then and rank 0's tracker
+    names it, but retention has not removed older checkpoints yet. Use it to update a tracker of another program. If it
+    raises, the step stays complete, and ``save`` raises on all ranks (with ``async_save``, the next call). It is not
+    called again for this step, even if the process died after the commit and before the call.
 
-    With ``async_save`` both run in the background, so they must own their other data and call no collective. They must
-    not call the manager.
+    With ``async_save``, both run in the background: they must not share data with the training or call a collective.
+    They must never call the manager.
 
-    ``offloader`` holds tensors of the state on the host; they are written from there, neither loaded nor copied. Take
-    the state inside ``offloader.lending()`` then. The offloader may be used at once: before an ``offload`` overwrites a
-    tensor, it waits until the tensor is written. Until the ranks have divided the work, it waits for all tensors.
-
-    Timeline: opening takes the directory's lock and removes the drafts of dead writers. ``resume`` comes first, then
-    any number of ``save``. ``close``, or leaving the context, waits for a running save and releases the lock.
+    ``offloader`` holds tensors of the state on the host. They are written from there, so they are neither loaded to the
+    device nor copied. Build the state inside ``offloader.lending()``. The offloader may be used as soon as ``save``
+    returns: before ``offload`` overwrites a tensor, it waits until the tensor has been written. Until the ranks have
+    divided the work it waits for all tensors, and afterwards only for those that this rank writes.
     """
 
     def __init__(
@@ -111,20 +126,20 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._background_save: Future[None] | None = None
         self._agreement = _agreement_of(group, timeout_s)
-        node = join_node(self.directory, fs, self._agreement, look_s=tuning.look_s)
+        node = find_own_node(self.directory, fs, self._agreement, look_s=tuning.look_s)
         self._locked_directory: CheckpointDirectory | None = None
         try:
             with self._agreement.vote():
                 if node.agreement.leads:
                     self._locked_directory = CheckpointDirectory(self.directory, fs)
-            newest = take_inventory(self._agreement, self._locked_directory).newest
+            newest = gather_inventory(self._agreement, self._locked_directory).newest
             with self._agreement.vote():
                 self._correct_tracker(newest)
         except Exception:
             self._release_directory()
             raise
         failed_verification: list[Path] = []
-        self._saving = SaveProtocol(
+        self._saver = Saver(
             path=self.directory,
             agreement=self._agreement,
             node=node,
@@ -134,12 +149,13 @@ class CheckpointManager:
             tuning=tuning,
             failed_verification=failed_verification,
         )
-        self._resuming = ResumeProtocol(self.directory, self._agreement, node, failed_verification)
+        self._resumer = Resumer(self.directory, self._agreement, node, failed_verification)
 
     def _correct_tracker(self, newest: int) -> None:
-        """Have the tracker name the newest complete checkpoint: its writer may have died before it did so.
+        """Set the tracker to the newest complete step: the last writer may have died before it did this.
 
-        A reader fails if the tracker names an incomplete checkpoint, and silently starts afresh if there is none.
+        Other programs rely on it. Some fail if the tracker names an incomplete checkpoint. Some silently start afresh
+        if there is no tracker.
         """
         if self._locked_directory is not None and newest >= 0:
             with os_errors_as_checkpoint_errors(self.directory):
@@ -159,22 +175,22 @@ class CheckpointManager:
         after_commit: Callable[[CheckpointInfo], object] | None = None,
         offloader: OffloadedState | None = None,
     ) -> SaveReport:
-        """Save ``state`` as ``step``. It must be later than every complete step in the directory.
+        """Save ``state`` as ``step``, which must be later than every complete step. See the class for the arguments.
 
-        Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
-        the state as soon as this returns; the call first waits for a previous save. The class docstring has the
-        arguments.
+        Without ``async_save``, the checkpoint is complete and durable when this returns. With it, this first waits for
+        the previous save, and the caller may change the state as soon as this returns.
 
-        Raises :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed.
-        The checkpoints before it are untouched and the next save may succeed. If this call raises the previous
-        failure, it saves nothing, unless another rank has raised it before and continues.
+        Raises :class:`~hwrl.errors.CheckpointSaveError` if this save fails, or if the previous one failed in the
+        background. Earlier checkpoints are not touched. After the error of the previous save, usually nothing is saved.
+        But if another rank raised that error in an earlier call, all ranks save ``step`` before this rank raises.
+        Either way, go on with a later step.
         """
         call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
         previous_error = self._previous_error()
         if previous_error is not None and len(self._agreement.ranks) == 1:
             raise previous_error
-        waited_s = time.perf_counter()
+        waited_until_s = time.perf_counter()
         with self._refusing(call, step):
             captured = CapturedSave(
                 call=call,
@@ -184,62 +200,68 @@ class CheckpointManager:
                 rank_extra=copy_extra(rank_extra),
                 export=export,
                 after_commit=after_commit,
-                previous_save_succeeded=previous_error is None,
+                has_pending_error=previous_error is not None,
                 state=capture_state(state, self._staging, copy=self._async_save, offloader=offloader),
             )
         if self._async_save:
             self._save_in_background(captured)
         else:
-            self._saving.save(captured)
+            self._saver.save(captured)
         if previous_error is not None:
             raise previous_error
-        blocked_s = time.perf_counter() - waited_s
-        return _report(captured.state, self._staging, waited_s=waited_s - started_s, blocked_s=blocked_s)
+        blocked_s = time.perf_counter() - waited_until_s
+        return _report(captured.state, self._staging, waited_s=waited_until_s - started_s, blocked_s=blocked_s)
 
     @contextlib.contextmanager
     def _refusing(self, call: int, step: int) -> Iterator[None]:
-        """If the block raises, raise the error on the other ranks too: they wait for this one."""
+        """If the block raises an error, raise it on the other ranks, too: they wait for this rank."""
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - refuse raises it again
-            self._saving.refuse(call, step, exc)
+        except Exception as exc:  # noqa: BLE001 - refuse raises the error again
+            self._saver.refuse(call, step, exc)
         except BaseException as exc:
             with contextlib.suppress(Exception):
-                self._saving.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
+                self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
             raise
 
     def _save_in_background(self, captured: CapturedSave) -> None:
         try:
-            self._background_save = self._thread.submit(self._saving.save, captured)
+            self._background_save = self._thread.submit(self._saver.save, captured)
             self._background_save.add_done_callback(_log_failure)
-        except BaseException:  # an interrupt, perhaps after the thread took the save; or the thread takes no work
+        except BaseException:  # an interrupt, perhaps after the thread began the save; or the interpreter is exiting
             with contextlib.suppress(RuntimeError):
-                self._thread.submit(int).result()
+                self._thread.submit(int).result()  # wait until the thread has finished the save, if it has begun it
             captured.state.close()
             raise
 
     def _previous_error(self) -> Exception | None:
-        """Wait for the save in the background; return its error."""
+        """Wait for the save in the background. Return its error, or None."""
         try:
             self.wait()
-        except Exception as exc:  # noqa: BLE001 - raised by the caller
+        except Exception as exc:  # noqa: BLE001 - the caller raises it
             return exc
         return None
 
     def _begin_call(self, what: str, error: type[CheckpointError]) -> int:
-        """Return the number of this call. All ranks make it, however it ends on each."""
+        """Count this call and return its number.
+
+        The number is the same on all ranks, because all make the same calls. A call that fails is counted, too.
+        """
         if self._closed:
-            raise error(what, why="the manager is closed", fix="open another")
+            raise error(what, why="the manager is closed", fix="open a new manager")
         self._calls += 1
         return self._calls
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is running in the background; its ``after_commit`` is a part of it."""
+        """Whether a save is running in the background. It runs until its ``after_commit`` and retention are done."""
         return self._background_save is not None and not self._background_save.done()
 
     def wait(self) -> None:
-        """Block until no save is running; raise the error of a failed save. May be called again if interrupted."""
+        """Block until no save is running. If the last save failed, raise its error once.
+
+        After an interrupt, for example KeyboardInterrupt, it may be called again.
+        """
         if self._background_save is None:
             return
         error = self._background_save.exception()
@@ -248,7 +270,10 @@ class CheckpointManager:
             raise error
 
     def close(self) -> None:
-        """Wait for a running save, raise its error, and release the directory. May be called again."""
+        """Wait for a running save, and release the directory. If the save failed, raise its error.
+
+        May be called more than once.
+        """
         try:
             self.wait()
         finally:
@@ -272,70 +297,80 @@ class CheckpointManager:
         except CheckpointSaveError:
             if kind is None:
                 raise
-            _log.exception("the last save failed too")  # the error of the block is raised: it says more
+            _log.exception("the last save failed, too")  # only logged: the error of the block matters more
 
     # -- finding and loading ------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return the checkpoints intact on this disk, oldest first. Sizes are checked, hashes are not."""
+        """Return the checkpoints that are intact on this disk, oldest first.
+
+        File sizes are checked; hashes are not. Other nodes may lack their parts.
+        """
         return find_checkpoints(self.directory)[0]
 
     def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
-        """Load the newest good checkpoint, or exactly ``step``, into ``state``. Return None if there is none at all.
+        """Load a checkpoint into ``state``: the newest that can be resumed or, with ``step``, exactly this step.
 
-        ``state`` has the structure of the saved state, perhaps sharded over another number of ranks. Its tensors are
-        overwritten in place, other values replaced. The hash of every file is verified before anything is loaded, and
-        no pickle is executed. A bad checkpoint is skipped, logged and reported in ``skipped``. If a hash is wrong, the
-        next ``save`` renames it to ``.broken_…``: its step can be saved again, and nothing is lost. If a file is
-        missing or has the wrong size, or the manifest is bad, it keeps its name until its step is saved again: another
-        program may own it.
+        Returns None if there is no checkpoint. Also returns None if the only one is a first step that not all nodes
+        have committed.
 
-        Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none is good (training never
-        starts afresh silently); :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``;
-        :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is damaged, or if files match their hashes but cannot
-        be read. Only in the last case may ``state`` be partly overwritten.
+        ``state`` has the structure of the saved state; it may be sharded over another number of ranks. Tensors are
+        overwritten in place, and plain values are replaced in the dict. This never writes to a module or optimizer: if
+        ``state`` shares memory with their tensors, they change, too. To restore the rest, call ``set_state_dict``.
+
+        The hash of every file is verified before anything is loaded, and no pickle is executed. A checkpoint that is
+        damaged or incomplete is skipped, logged, and listed in ``skipped``. If a hash is wrong, the next ``save``
+        renames the checkpoint to ``.broken_…``, so that its step can be saved again; no file is deleted. If a file is
+        missing or has a wrong size, or if the manifest is invalid, the directory keeps its name until its step is saved
+        again, because it may belong to another program.
+
+        Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none can be resumed, so
+        training never starts afresh silently. Raises :class:`~hwrl.errors.CheckpointError` if the checkpoint does not
+        fit ``state``; no older step is tried then. Raises :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is
+        damaged, or if the files match their hashes and still cannot be read. Only in this last case ``state`` may be
+        partly overwritten; again, no older step is tried.
         """
         call = self._begin_call("nothing can be loaded", CheckpointError)
         previous_error = self._previous_error()
         self._agreement.begin_call(call)
         if previous_error is not None:
-            with self._agreement.vote():  # the other ranks may have no error: they begin the inventory
+            with self._agreement.vote():  # the other ranks may have no error, and wait for this rank
                 raise previous_error
-        inventory = take_inventory(self._agreement, self._locked_directory)
-        return self._resuming.resume(state, inventory, step=step)
+        inventory = gather_inventory(self._agreement, self._locked_directory)
+        return self._resumer.resume(state, inventory, step=step)
 
 
 def _check_options(max_ckpt_to_keep: int | None, staging: str, *, async_save: bool) -> None:
     if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
         raise ConfigError(
-            f"max_ckpt_to_keep={max_ckpt_to_keep} is not possible",
-            why="the newest checkpoint is never deleted",
-            fix="give 1 or more, or null to keep all",
+            f"max_ckpt_to_keep={max_ckpt_to_keep} is not allowed",
+            why="the newest checkpoint is never removed",
+            fix="give 1 or more, or None (in YAML, null) to keep all",
         )
     if staging not in ("host", "device"):
         raise ConfigError(
-            f"staging={staging!r} is not possible",
-            why="a state is staged on the host or on the device",
+            f"staging={staging!r} is not allowed",
+            why="a state can be staged on the host or on the device",
             fix='give "host" or "device"',
         )
     if staging == "device" and not async_save:
         raise ConfigError(
-            "staging on the device is not possible without async_save",
-            why="a save in the foreground is not staged",
-            fix='give async_save=True, too, or staging="host"',
+            'staging="device" is not allowed without async_save',
+            why="a save in the foreground does not copy the state",
+            fix='also give async_save=True, or give staging="host"',
         )
 
 
 def _agreement_of(group: Group | None, timeout_s: float) -> Agreement:
     if not isinstance(group, Group | None):
         raise ConfigError(
-            f"group={group!r} is not possible",
-            why="ranks agree over the store of an hwrl.comm.Group",
-            fix="give hwrl.comm.Comm().default_group(), or .new_group(ranks) for some of its ranks",
+            f"group={group!r} is not allowed",
+            why="it must be an hwrl.comm.Group, because the ranks agree over its store",
+            fix="give hwrl.comm.Comm().default_group(), or .new_group(ranks) for some of the ranks",
         )
     if group is None:
         return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
-    # All ranks open their managers in the same order.
+    # All ranks open their managers in the same order, so the number of this manager is the same on all of them.
     opened = group.store.add(f"hwrl/checkpoint/opened/{group.rank}", 1)
     store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
     return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
@@ -353,17 +388,17 @@ def _report(state: CapturedState, staging: StagingMemory, *, waited_s: float, bl
 
 
 def _log_failure(saving: Future[None]) -> None:
-    """Log the error at once. The next call raises it, but the program may end without another call."""
+    """Log the error of a save at once. The next call raises it, but the program may end without another call."""
     error = saving.exception()
     if error is not None:
         _log.error("a save in the background failed: %s", error)
 
 
 def _count(name: str, value: Any) -> int:
-    """Return ``value`` as an integer for the manifest."""
+    """Return ``value`` as an int. Raise CheckpointSaveError if it is not an integer from 0 on."""
     with contextlib.suppress(TypeError):
         if not isinstance(value, bool) and (count := operator.index(value)) >= 0:
             return count
     raise CheckpointSaveError(
-        f"{name}={value!r} cannot be saved", why="it is no integer, or less than 0", fix="count from 0, in integers"
+        f"{name}={value!r} cannot be saved", why="it is not an integer, or it is negative", fix="give an integer >= 0"
     )

@@ -1,4 +1,4 @@
-"""Finding and loading the newest good checkpoint: :class:`ResumeProtocol`."""
+"""Find the newest resumable checkpoint and load it: :class:`Resumer`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hwrl.checkpoint.format.manifest import (
     step_name,
     verify_files,
 )
-from hwrl.checkpoint.format.planners import distinct_names
+from hwrl.checkpoint.format.planners import duplicate_names_as
 from hwrl.checkpoint.saving.agreement import Agreement, Message
 from hwrl.checkpoint.saving.inventory import Inventory
 from hwrl.checkpoint.saving.nodes import Node
-from hwrl.checkpoint.saving.state import require_memory
+from hwrl.checkpoint.saving.state import require_storage
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 _log = logging.getLogger(__name__)
@@ -32,9 +32,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """A loaded checkpoint, its ``extra``, and its ``rank_extras``, one for each saving rank.
+    """The result of ``resume``: the loaded checkpoint, and its extra state.
 
-    ``skipped`` are the bad checkpoints among the newer ones.
+    ``rank_extras`` has the ``rank_extra`` of each rank of the save. ``skipped`` has the directories that could not be
+    resumed: all damaged ones, whether newer or older, and newer incomplete ones. If one step was requested, ``skipped``
+    is empty.
     """
 
     info: CheckpointInfo
@@ -50,7 +52,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class _Damage(Message):
-    """Why a rank's files cannot be trusted; None if they can."""
+    """Why a checkpoint is damaged, as one rank found; None if the rank found no damage."""
 
     reason: str | None
 
@@ -64,11 +66,11 @@ class _UnwantedNames(Message):
 
 
 @dataclass(frozen=True)
-class ResumeProtocol:
-    """Loads checkpoints in ``path``, on all ranks of ``agreement`` together.
+class Resumer:
+    """Loads checkpoints from the directory ``path``. All ranks of ``agreement`` do it together.
 
-    Checkpoints with wrong content are added to ``failed_verification``. This list is shared with ``SaveProtocol``: its
-    next save puts them aside and empties the list.
+    Checkpoints with a wrong hash are added to ``failed_verification``. ``Saver`` shares this list: its next save puts
+    these checkpoints aside and empties the list.
     """
 
     path: Path
@@ -77,10 +79,10 @@ class ResumeProtocol:
     failed_verification: list[Path]
 
     def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
-        """Load the newest good checkpoint, or exactly ``step``, into ``state``."""
+        """Load the newest resumable checkpoint, or exactly ``step``. Return None if there is no checkpoint."""
         skipped = [Skipped(self.path / name, reason) for name, reason in inventory.skipped.items()]
-        for one in skipped:
-            _log.warning("skipping %s: %s", one.path, one.reason)
+        for item in skipped:
+            _log.warning("skipping %s: %s", item.path, item.reason)
         candidates = inventory.complete[::-1]
         if step is not None:
             candidates, skipped = [self._require(step, inventory)], []
@@ -97,8 +99,8 @@ class ResumeProtocol:
         if step is not None:
             raise corrupt_error(skipped[0].path, skipped[0].reason)
         raise CheckpointNotFoundError(
-            f"no checkpoint in {self.path} is whole",
-            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped),
+            f"no checkpoint in {self.path} can be resumed",
+            why="; ".join(f"{item.path.name}: {item.reason}" for item in skipped),
             fix="restore one of them from a copy, or start in an empty directory",
         )
 
@@ -108,13 +110,13 @@ class ResumeProtocol:
         if (name := step_name(step)) in inventory.skipped:
             raise corrupt_error(self.path / name, inventory.skipped[name])
         raise CheckpointNotFoundError(
-            f"there is no checkpoint of step {step} in {self.path}",
-            why=f"it holds steps {inventory.complete}",
-            fix="choose one of these, or give no step for the newest",
+            f"there is no checkpoint for step {step} in {self.path}",
+            why=f"the complete steps are {inventory.complete}",
+            fix="choose one of these, or omit the step to load the newest",
         )
 
     def _find_damage(self, path: Path) -> str | None:
-        """Return why the checkpoint in ``path`` cannot be trusted, None if it can. The ranks share the reading."""
+        """Return why the checkpoint in ``path`` is damaged, or None. The ranks of a node divide its files."""
         with self.agreement.round() as ranks:
             answers = ranks.gather(_Damage(self._damage_in_share(path)))
             first = None
@@ -123,7 +125,7 @@ class ResumeProtocol:
             return ranks.broadcast(first, _Damage).reason
 
     def _damage_in_share(self, path: Path) -> str | None:
-        """Verify this rank's share of the files on its node."""
+        """Verify this rank's share of the files in its node's part. Return the damage, or None."""
         try:
             info = inspect_checkpoint(path)
             names = sorted(info.manifest.files)
@@ -133,13 +135,13 @@ class ResumeProtocol:
         return None
 
     def _load(self, path: Path, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
-        """Load ``path`` into ``state``. No rank begins before the state of every rank is known to fit."""
+        """Load ``path`` into ``state``. No rank begins to load before the states of all ranks have been checked."""
         with torch.device("cpu"):  # torch's reader must not allocate on the caller's default device
             with self.agreement.round() as ranks:
                 info = inspect_checkpoint(path)
                 reader = LayoutReader(info)
-                with distinct_names(CheckpointError):
-                    require_memory(flatten_state_dict(state)[0])
+                with duplicate_names_as(CheckpointError):
+                    require_storage(flatten_state_dict(state)[0])
                 load = plan_load(info, reader, reader.read_metadata(), state)
                 answers = ranks.gather(_UnwantedNames(self.node.number, load.unwanted))
                 if answers is not None:

@@ -1,4 +1,4 @@
-"""The random-number generators of one process, as JSON: for ``rank_extra`` of a save."""
+"""The state of a process's random-number generators as JSON: :func:`rng_state`, for ``rank_extra`` of a save."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def rng_state(backend: Backend | None = None) -> dict[str, Any]:
-    """Return the state of the device's generator, torch's on the host, numpy's global one and Python's.
+    """Return the states of four generators: the device's, torch's on the host, numpy's global one, and Python's.
 
-    Without ``backend``, the device is that of the chosen backend. The result is JSON, about 50 kB of it.
+    Without ``backend``, the chosen backend's device is used. The result is about 50 kB of JSON.
     """
     backend = backend_or_default(backend)
     version, words, gauss = random.getstate()
@@ -33,10 +33,10 @@ def rng_state(backend: Backend | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Restore what :func:`rng_state` returned.
+    """Restore the generators from the result of :func:`rng_state`.
 
-    The device's generator is restored only on the same type of device. Otherwise it stays as it is, and a warning is
-    logged.
+    The device's generator is restored only on the type of device that saved it. On another type it is not changed, and
+    a warning is logged.
     """
     backend = backend_or_default(backend)
     version, words, gauss = state["python"]
@@ -47,4 +47,4 @@ def set_rng_state(state: dict[str, Any], backend: Backend | None = None) -> None
     if saved_on == device_type:
         backend.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8))
     else:
-        _log.warning("the device's random numbers start anew: they were saved on %r, this is %r", saved_on, device_type)
+        _log.warning("the device's generator is not restored: it was saved on %r and this is %r", saved_on, device_type)

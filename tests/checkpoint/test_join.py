@@ -112,8 +112,8 @@ def test_a_rank_whose_part_is_on_another_nodes_disk_is_told_so(tmp_path: Path) -
     disk(tmp_path, 1).rename(disk(tmp_path, 0))
     (tmp_path / "moved").rename(disk(tmp_path, 1))
     for rank, text in enumerate(on_ranks(_errors_of, 2, tmp_path)):
-        assert "step 3 cannot be loaded on" in text and "this disk lacks parts of 'divided'" in text
-        assert f"the part that node {1 - rank} of 2 saved" in text and "hwrl checkpoints join" in text
+        assert "step 3 cannot be loaded on" in text and "this disk lacks some of 'divided'" in text
+        assert f"only the part of node {1 - rank} (of 2 nodes)" in text and "hwrl checkpoints join" in text
 
 
 def test_one_disk_under_two_paths_is_one_node(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
         dcp_to_torch_save(whole / f"global_step_{step}", tmp_path / "as_torch_saves")
         seen = torch.load(tmp_path / "as_torch_saves", weights_only=True)
         assert torch.equal(seen["divided"], rows) and seen.keys() == state.keys()
-    with pytest.raises(CheckpointNotFoundError, match="step 3 lacks parts"):
+    with pytest.raises(CheckpointNotFoundError, match="step 3 does not have all its parts"):
         join_parts([here, there], tmp_path / "other", step=3)
     with (there / "global_step_2" / "__1_0.distcp").open("r+b") as file:
         file.write(b"?")
@@ -266,7 +266,7 @@ def test_a_node_that_lost_its_disk_is_named_and_training_does_not_start_afresh(t
     on_ranks(_save_three, 2, tmp_path, False)
     shutil.rmtree(disk(tmp_path, 1))
     for text in on_ranks(_errors_of, 2, tmp_path):
-        assert text.startswith("CheckpointNotFoundError") and "of 2 nodes only 0 (" in text
+        assert text.startswith("CheckpointNotFoundError") and "of 2 nodes, only these have it: 0 (" in text
     assert [info.step for info in find_checkpoints(disk(tmp_path, 0))[0]] == [2, 3]
 
 

@@ -102,7 +102,7 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_save": True},
-    "device": {"async_save": True, "staging": "device", "tuning": SaveTuning(item_nbytes=48)},
+    "device": {"async_save": True, "staging": "device", "tuning": SaveTuning(max_item_nbytes=48)},
 }
 
 
@@ -231,8 +231,8 @@ def _disagree(rank: int, address: str, directory: Path) -> list[str]:
 def test_ranks_at_different_steps_and_a_missing_rank_are_named(tmp_path: Path) -> None:
     store = serve_store()
     here, there = run_processes(_disagree, 2, store_address(store), tmp_path)
-    assert "the ranks are at steps [0, 1]" in here[0]
-    assert "the ranks are at steps [0, 1]" in there[0]
+    assert "the ranks called save with different steps: [0, 1]" in here[0]
+    assert "the ranks called save with different steps: [0, 1]" in there[0]
     assert "no answer from rank 1" in here[1]
     assert find_checkpoints(tmp_path) == ([], [])
 

@@ -47,4 +47,4 @@ def test_a_run_goes_on_on_another_kind_of_device(caplog: pytest.LogCaptureFixtur
     expected = _draw()
     set_rng_state(state, BACKEND)
     assert _draw() == expected
-    assert "start anew: they were saved on 'elsewhere', this is 'cpu'" in caplog.text
+    assert "is not restored: it was saved on 'elsewhere' and this is 'cpu'" in caplog.text

@@ -177,8 +177,8 @@ def test_a_join_replaces_nothing(home: Path, tmp_path: Path, capsys: pytest.Capt
     (home.parent / "link").symlink_to(home)
     for out, why in (
         (home.parent / "link", "is one of the directories"),
-        (later, "holds step 9"),
-        (same, "holds step 3"),
+        (later, "already has step 9"),
+        (same, "already has step 3"),
     ):
         assert main(["checkpoints", "join", str(home), str(home), "--out", str(out)]) == 1
         assert why in capsys.readouterr().err
@@ -265,7 +265,7 @@ def test_a_dtype_that_is_none_of_a_models_is_wrong_usage(
     [
         ("extra.json", "[]", "extra.json cannot be read"),
         ("extra.json", '{"all": {"adapter": 5}, "ranks": [{}]}', "extra.json has an adapter that is none of hwrl's"),
-        ("layout.json", None, "'model.weight' has no room in its"),
+        ("layout.json", None, "'model.weight' needs more than its"),
     ],
 )
 def test_what_was_forged_is_not_exported(

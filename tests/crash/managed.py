@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.format.shards import local_parts
+from hwrl.checkpoint.format.shards import local_tensors
 from hwrl.comm import Comm, PrefixStore, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
@@ -116,4 +116,4 @@ class _ManagedSession(Session):
 
 def _memory(state: dict[str, Any]) -> list[torch.Tensor]:
     """Return this rank's part of every tensor."""
-    return [tensor for _, tensor in local_parts(flatten_state_dict(state)[0])]
+    return [tensor for _, tensor in local_tensors(flatten_state_dict(state)[0])]

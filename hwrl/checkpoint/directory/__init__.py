@@ -1,1 +1,1 @@
-"""The directory of checkpoints on the disk: durable writes, the lock, and its one writer."""
+"""The checkpoint directory on the disk: its single writer, the writer's lock, and durable writes."""

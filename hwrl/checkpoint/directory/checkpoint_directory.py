@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints, and all operations of its one writer."""
+"""The directory with a run's checkpoints, and every operation of its single writer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, ho
 from hwrl.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-"""The tracker file: the newest complete step, as a plain integer.
+"""The tracker file. It holds the newest complete step as a plain integer.
 
-Other programs read it, to find the step to resume from. hwrl reads it only to tell which steps all nodes once held.
+Other programs read it to find the step to resume from. hwrl reads it for one purpose: every step up to this one has
+been complete on all nodes.
 """
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
-_UNFINISHED = re.compile(  # only names from hwrl: nothing is lost if a user opens the wrong directory
+_UNFINISHED = re.compile(  # matches only hwrl's own names: in a wrong directory, hwrl removes nothing of the user's
     r"\.tmp_global_step_\d+\.[0-9a-f]{16}|\.tmp_mark_[0-9a-f]{16}|\.trash_global_step_\d+\.[0-9a-f]{8}"
     rf"|\.tmp_{re.escape(TRACKER_NAME)}"
 )
@@ -29,10 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The one writer of a directory of checkpoints, until :meth:`close`.
+    """The single writer of a directory with checkpoints, until :meth:`close`.
 
-    Opening it takes a lock that ends with the process, and removes the drafts of a dead writer. Where nodes have disks
-    of their own, each node has a directory, and a checkpoint is complete when all of them hold it.
+    Opening it takes a lock, and removes what a dead writer left unfinished. The lock ends with the process.
+
+    If each node has its own disk, each node has its own directory. It holds this node's part of each checkpoint, and a
+    checkpoint is complete when every node holds its part. This class knows one node's directory only.
     """
 
     def __init__(self, path: Path, fs: DurableFS) -> None:
@@ -42,8 +45,8 @@ class CheckpointDirectory:
             self._lock = DirectoryLock(path)
         try:
             with os_errors_as_checkpoint_errors(path):
-                _read_tracker(path)  # refuse a directory in the tracker's place now, not after a save
-                self._sweep()
+                _read_tracker(path)  # if a directory has the tracker's name, fail now and not after a save
+                self._remove_leftovers()
         except CheckpointError:
             self.close()
             raise
@@ -52,24 +55,25 @@ class CheckpointDirectory:
         """Release the lock."""
         self._lock.close()
 
-    def begin(self, step: int, save_id: str) -> Path:
-        """Create and return the draft: the directory of ``step`` until it is complete."""
-        self._sweep()
+    def create_draft(self, step: int, save_id: str) -> Path:
+        """Create the draft of ``step`` and return its path. Drafts of earlier saves are removed first."""
+        self._remove_leftovers()
         draft = draft_path(self.path, step, save_id)
         self._fs.mkdir(draft)
         return draft
 
-    def abandon(self, draft: Path) -> None:
-        """Remove a draft, as far as the disk allows. The next save removes the rest."""
+    def remove_draft(self, draft: Path) -> None:
+        """Remove a draft. An error of the disk is only logged: the next save removes the rest."""
         try:
             self._fs.remove_tree(draft)
         except OSError as exc:
             _log.warning("could not remove %s: %s", draft, exc)
 
     def commit(self, draft: Path, step: int) -> None:
-        """Rename ``draft`` to its final name. When this returns, the checkpoint survives a crash of the machine.
+        """Rename ``draft`` to its final name, ``global_step_<step>``.
 
-        A directory of this name is put aside first; nothing of it is deleted.
+        When this returns, this node's part of the checkpoint survives a crash of the machine. If a directory already
+        has the final name, it is put aside first, and none of its files are deleted.
         """
         final = self.path / step_name(step)
         self.put_aside([final])
@@ -77,62 +81,63 @@ class CheckpointDirectory:
         self._fs.sync_directory(self.path)
 
     @property
-    def announced(self) -> int:
-        """The step in the tracker, -1 if there is none."""
+    def announced_step(self) -> int:
+        """The step in the tracker, or -1 if the tracker holds no step."""
         try:
             return int(_read_tracker(self.path))
         except ValueError:
             return -1
 
     def set_tracker(self, step: int) -> None:
-        """Atomically write ``step`` into the tracker file."""
+        """Write ``step`` into the tracker file atomically."""
         if _read_tracker(self.path) != (text := str(step).encode()):
             self._fs.replace_file(self.path / TRACKER_NAME, text)
 
     def retain(self, keep: int | None) -> None:
-        """Remove intact checkpoints beyond the newest ``keep``; None keeps all. Incomplete ones stay.
+        """Remove all but the newest ``keep`` checkpoints; None keeps all.
 
-        A checkpoint held by a reader (:func:`~hwrl.checkpoint.hold_for_reading`) stays until the next save. The part of
-        one node is not counted while it is newer than the tracker: other nodes may lack theirs.
+        Only checkpoints that are intact on this disk are counted and removed. If a process reads one of them
+        (:func:`~hwrl.checkpoint.hold_for_reading`), it stays until a later save. A node's part that is newer than the
+        tracker is neither counted nor removed, because other nodes may lack their parts.
         """
         if keep is None:
             return
-        counted = [info for info in self.intact() if info.manifest.nodes == 1 or info.step <= self.announced]
+        counted = [info for info in self.intact() if info.manifest.nodes == 1 or info.step <= self.announced_step]
         for info in counted[:-keep]:
-            self._discard(info.path)
+            self._remove_checkpoint(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
-        """Rename bad checkpoints: their steps can be saved again, and nothing of them is deleted."""
+        """Rename checkpoints, so that their steps can be saved again. None of their files are deleted."""
         for path in paths:
             if os.path.lexists(path):
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
                 self._fs.sync_directory(self.path)
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the checkpoints intact on this disk, oldest first. Other nodes may lack their parts."""
+        """Return the checkpoints that are intact on this disk, oldest first. Other nodes may lack their parts."""
         return find_checkpoints(self.path)[0]
 
-    def _discard(self, path: Path) -> None:
-        """Remove a checkpoint, unless a process reads it."""
-        # Renamed first: a crash while it is emptied leaves no half checkpoint under a checkpoint's name.
+    def _remove_checkpoint(self, path: Path) -> None:
+        """Remove a checkpoint, unless a process is reading it."""
+        # It is renamed first: a crash during the removal must not leave half of it under a checkpoint's name.
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
         with hold_for_removal(path) as is_free:
             if not is_free:
-                _log.info("keeping %s for now: a process reads it", path)
+                _log.info("keeping %s until a later save, because a process is reading it", path)
                 return
             self._fs.rename(path, trash)
         self._fs.sync_directory(self.path)
         self._fs.remove_tree(trash)
 
-    def _sweep(self) -> None:
-        """Remove the drafts of interrupted saves, and partly removed checkpoints."""
+    def _remove_leftovers(self) -> None:
+        """Remove the drafts of interrupted saves, and checkpoints whose removal was interrupted."""
         for path in unfinished_saves(self.path):
             _log.info("removing %s, left by an interrupted save", path)
             self._fs.remove_tree(path)
 
 
 def has_saves(directory: Path) -> bool:
-    """Return whether hwrl has saved in ``directory``, or has begun to. A lock alone is no save."""
+    """Return whether hwrl has completed or begun a save in ``directory``. A lock file alone is not a save."""
     return directory.is_dir() and any(
         step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _UNFINISHED.fullmatch(path.name)
         for path in directory.iterdir()
@@ -140,23 +145,23 @@ def has_saves(directory: Path) -> bool:
 
 
 def unfinished_saves(directory: Path) -> list[Path]:
-    """Return the entries of ``directory`` from a running or interrupted save."""
+    """Return the files and directories that a running or interrupted save has left in ``directory``."""
     return sorted(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))
 
 
 def broken_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints put aside in ``directory``: they could not be resumed."""
+    """Return the checkpoints in ``directory`` that were put aside because they could not be resumed."""
     return sorted(path for path in directory.iterdir() if path.name.startswith(BROKEN_PREFIX))
 
 
 def draft_path(directory: Path, step: int, save_id: str) -> Path:
-    """Return the path of a draft."""
+    """Return the path of a draft. A draft is the directory of a save before its commit."""
     return directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"
 
 
 @contextlib.contextmanager
 def os_errors_as_checkpoint_errors(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError for an OSError in the block. The block opens ``directory``."""
+    """Translate an OSError in the block into a CheckpointError about ``directory``."""
     try:
         yield
     except OSError as exc:
@@ -168,7 +173,10 @@ def os_errors_as_checkpoint_errors(directory: Path) -> Iterator[None]:
 
 
 def _read_tracker(directory: Path) -> bytes:
-    """Return the tracker's content, empty if it is no regular file. CheckpointError if it cannot be replaced."""
+    """Return the tracker's content; nothing if it is missing or a symbolic link.
+
+    Raises CheckpointError if a directory has the tracker's name: no file can replace it.
+    """
     path = directory / TRACKER_NAME
     if path.is_symlink():
         return b""
@@ -176,6 +184,6 @@ def _read_tracker(directory: Path) -> bytes:
         raise CheckpointError(
             f"cannot keep checkpoints in {directory}",
             why=f"{TRACKER_NAME} is a directory",
-            fix="remove it; the file of that name holds the newest step",
+            fix="remove it; hwrl writes the newest step into a file with this name",
         )
     return path.read_bytes() if path.is_file() else b""

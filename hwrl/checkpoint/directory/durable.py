@@ -1,4 +1,4 @@
-"""A file system with durable writes. A save makes every change of the disk through it."""
+"""A file system with durable writes: :class:`DurableFS`. A save changes the disk through it only."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ class FileRecord:
 
 
 class DurableFS:
-    """Creates, syncs, renames and removes.
+    """Creates, syncs, renames and removes files and directories.
 
-    A file is flushed **and then** synced before its stream closes. (torch syncs its metadata file while the bytes are
-    still in Python's buffer.) Its hash is computed from the bytes in memory, before the disk has them.
+    Before a stream closes, it is flushed **and then** synced. (torch syncs its metadata file while the bytes are still
+    in Python's buffer.) The hash is computed from the bytes in memory, not from a second read of the disk.
 
-    Every operation on the disk but reading first calls :meth:`before`. A test overrides it and stops or raises there,
-    to simulate a full disk or a dying process.
+    A file has two durable things: its content and its name. After a write only the content is durable. The name is
+    durable after :meth:`sync_directory` of the parent.
+
+    Every change of the disk first calls :meth:`before`. A test can override it to simulate a full disk or the death of
+    the process.
     """
 
     def before(self, operation: str, path: Path) -> None:
-        """Run before each change of the disk.
+        """Do nothing. A subclass may override this: it runs before each change of the disk.
 
         ``operation`` is one of ``mkdir``, ``create``, ``write``, ``sync``, ``rename``, ``sync_directory``, ``remove``.
         """
@@ -40,13 +43,16 @@ class DurableFS:
         self._written: dict[Path, FileRecord] = {}
 
     def take_records(self, directory: Path) -> dict[str, FileRecord]:
-        """Return the records of the files written under ``directory``, by relative name, and forget them."""
+        """Return the records of the files written in ``directory``, by relative name. A second call returns none."""
         inside = [path for path in self._written if path.is_relative_to(directory)]
         return {str(path.relative_to(directory)): self._written.pop(path) for path in inside}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path``. A written file is durable when the context ends without an error."""
+        """Open ``path`` for reading (mode ``rb``) or for writing (any other mode).
+
+        When the context ends without an error, the content of a written file is durable. Its name is not.
+        """
         path = Path(path)
         if mode == "rb":
             with path.open("rb") as stream:
@@ -60,12 +66,12 @@ class DurableFS:
         self._written[path] = hashed.record()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Write a whole file, durable when the call returns."""
+        """Write a file. When this returns, its content is durable. Its name is not."""
         with self.create_stream(path, "wb") as stream:
             stream.write(data)
 
     def replace_file(self, path: Path, data: bytes) -> None:
-        """Replace ``path`` in one step: a reader finds the old content or the new one, also after a crash."""
+        """Replace ``path`` atomically. A reader finds the old content or the new one, even after a crash."""
         draft = path.with_name(f".tmp_{path.name}")
         self.write_file(draft, data)
         self.rename(draft, path)
@@ -73,14 +79,14 @@ class DurableFS:
         self._written.pop(path, None)
 
     def adopt_file(self, path: Path) -> None:
-        """Sync and hash a file of another writer."""
+        """Sync and hash a file that was not written through this object."""
         with path.open("rb") as file:
             self._sync(file.fileno(), path)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create a directory and its missing parents, and make their names durable."""
+        """Create a directory and its missing parents. When this returns, their names are durable."""
         path = Path(path)
         if path.is_dir():
             return
@@ -90,7 +96,7 @@ class DurableFS:
         self.sync_directory(path.parent)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file or directory; durable only after :meth:`sync_directory` of the parent."""
+        """Rename a file or directory. The new name is durable only after :meth:`sync_directory` of the parent."""
         path, new_path = Path(path), Path(new_path)
         self.before("rename", path)
         path.rename(new_path)
@@ -98,7 +104,7 @@ class DurableFS:
             self._written[new_path] = self._written.pop(path)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in ``path`` durable."""
+        """Make the names of the files in the directory ``path`` durable."""
         self.before("sync_directory", path)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -107,12 +113,12 @@ class DurableFS:
             os.close(descriptor)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file or a symbolic link if it is there; durable only after :meth:`sync_directory` of the parent."""
+        """Remove a file or symbolic link if it exists; durable only after :meth:`sync_directory` of the parent."""
         self.before("remove", path)
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory with its content, or a single file. The target of a symbolic link stays."""
+        """Remove a directory with its content, or a single file. The target of a symbolic link is not removed."""
         self.take_records(path)
         if path.is_dir() and not path.is_symlink():
             self.before("remove", path)
@@ -128,7 +134,7 @@ class DurableFS:
 
 
 class _HashedStream:
-    """A binary stream for appending. It hashes all bytes."""
+    """An append-only binary stream. It hashes every byte."""
 
     def __init__(self, file: BinaryIO, fs: DurableFS, path: Path) -> None:
         self._file, self._fs, self._path = file, fs, path
@@ -146,7 +152,7 @@ class _HashedStream:
         return self._nbytes
 
     def flush(self) -> None:
-        """Do nothing: the stream is flushed at its end, before the sync."""
+        """Do nothing. :meth:`DurableFS.create_stream` flushes the file once, before the sync."""
 
     def record(self) -> FileRecord:
         return FileRecord(self._nbytes, self._hash.hexdigest())

@@ -1,4 +1,4 @@
-"""The lock of a directory: one process may write there, and the lock ends with the process."""
+"""The lock of a checkpoint directory. Only its owner may write there, and the lock ends with the owner's process."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from pathlib import Path
 from hwrl.errors import CheckpointError
 
 LOCK_NAME = ".hwrl.lock"
-_PATIENCE_S = 1.0  # :func:`find_owner` holds the lock for a moment
+_PATIENCE_S = 1.0  # how long to retry: :func:`find_owner` holds the lock for a moment
 
 
 class DirectoryLock:
-    """Held from creation until :meth:`close`, until nothing refers to it, or until this process ends in any way.
+    """An exclusive lock on a directory.
 
-    It is a lock of the kernel on a file. The file's content only names the owner for error messages. The file is never
-    removed, because two processes could then lock two files of that name. A forked child does not hold the lock: an
-    orphaned worker blocks nobody.
+    This process holds it from the creation of this object until :meth:`close`, until the object is garbage-collected,
+    or until the process ends in any way. A forked child does not hold it, so an orphaned worker cannot block the next
+    run.
 
-    Raises CheckpointError, with the owner named, if another process holds the lock for a second, and OSError if the
+    It is a kernel lock (``flock``) on a file in the directory. The content of the file names the owner, for error
+    messages only. The file is never removed: two processes could then lock two different files with the same name.
+
+    Raises CheckpointError with the owner's name if another process holds the lock for a second. Raises OSError if the
     file cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        # Without O_NOFOLLOW, a symbolic link would have us overwrite its target.
+        # Without O_NOFOLLOW, the name of the owner would overwrite the target of a symbolic link.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(directory / LOCK_NAME, flags, 0o644)
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._close.atexit = False  # the end of the process releases it, after its last thread has written
+        # At exit, threads may still write. So the finalizer must not release the lock; the end of the process does.
+        self._close.atexit = False
         try:
             _acquire(descriptor, directory)
         except BaseException:
@@ -47,7 +51,7 @@ class DirectoryLock:
 
 
 def find_owner(directory: Path) -> str | None:
-    """Return a sentence about the writer of ``directory``. None if there is none, or if it cannot be known."""
+    """Return a description of the process that owns ``directory``; None if it has no owner or it cannot be read."""
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -72,7 +76,7 @@ def _acquire(descriptor: int, directory: Path) -> None:
         time.sleep(0.01)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
-    with open(descriptor, "w", closefd=False) as file:  # writes all or raises, unlike os.write
+    with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes every byte or raises
         file.truncate()
         file.write(owner)
 
@@ -88,11 +92,11 @@ def _try_acquire(descriptor: int) -> bool:
 def _describe_owner(text: str) -> str:
     try:
         owner = json.loads(text)
-        text = f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
+        text = f"process {owner['pid']} on {owner['host']} has held the lock since {owner['since']}"
         is_this_process = (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
-        return f"a manager of this very process is not closed: {text}" if is_this_process else text
-    except (ValueError, KeyError, TypeError):  # it is about to write its name, or the disk was full
-        return "its owner has not written its name"
+        return f"this process has another open manager on it: {text}" if is_this_process else text
+    except (ValueError, KeyError, TypeError):  # the owner has just taken the lock, or the disk was full
+        return "its owner has not written its name into the lock file"
 
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: tensors, layout, extra state and manifest."""
+"""The files of a checkpoint: how they are written, found, verified and loaded."""

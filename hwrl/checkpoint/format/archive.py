@@ -1,4 +1,4 @@
-"""Checks of an archive of ``torch.save``, before ``torch.load`` unpacks it."""
+"""A check of an archive from ``torch.save``, before ``torch.load`` unpacks it: :func:`require_stored`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any, BinaryIO
 
 
 class _FileRange(io.RawIOBase):
-    """``nbytes`` of an open file from byte ``start``, as a file. (torch's own view cannot seek from its end.)"""
+    """A range of an open file, as a file: ``nbytes`` bytes from byte ``start``.
+
+    torch has such a class, but it cannot seek relative to the end of the range.
+    """
 
     def __init__(self, file: BinaryIO, *, start: int, nbytes: int) -> None:
         super().__init__()
@@ -24,7 +27,7 @@ class _FileRange(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
         if self._at < 0:
-            raise OSError("there is nothing before the beginning")
+            raise OSError("cannot seek before the beginning of the file")
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
@@ -36,18 +39,21 @@ class _FileRange(io.RawIOBase):
 
 
 def require_stored(file: BinaryIO, *, start: int = 0, nbytes: int) -> None:
-    """Raise ValueError if the archive of ``nbytes`` at ``start`` would unpack to more than its own size.
+    """Raise ValueError unless ``file`` has an uncompressed archive of ``nbytes`` bytes at byte ``start``.
 
-    torch writes records uncompressed, but its reader unpacks compressed ones too: a megabyte can become gigabytes.
+    torch writes uncompressed records only, but its reader also accepts compressed ones. A forged megabyte could then
+    unpack to gigabytes.
     """
     try:
         with zipfile.ZipFile(io.BufferedReader(_FileRange(file, start=start, nbytes=nbytes))) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, OSError) as exc:
-        raise ValueError(f"torch.save did not write it: {exc}") from exc
+        raise ValueError(f"it has an archive that torch.save did not write: {exc}") from exc
     if min((record.header_offset for record in records), default=0) != 0 or archive.comment:
-        # Readers of such a file disagree about the place of its directory.
-        raise ValueError("it has an archive with something before or after it")
+        # Different readers look for the archive's table of contents in different places of such a file.
+        raise ValueError("it has an archive with extra bytes before or after its content")
     unpacked = sum(record.file_size for record in records)
     if unpacked > nbytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError(f"an archive of {nbytes:,} bytes in it would unpack to {unpacked:,}; hwrl compresses nothing")
+        raise ValueError(
+            f"an archive of {nbytes:,} bytes in it would unpack to {unpacked:,} bytes; hwrl does not compress"
+        )

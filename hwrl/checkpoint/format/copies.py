@@ -1,4 +1,4 @@
-"""Verified copies of a checkpoint's files, also for programs that read torch's own format."""
+"""Verified copies of a checkpoint's files: :func:`copy_files`, and :func:`copy_for_torch` for torch's own format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt
 def copy_files(
     info: CheckpointInfo, directory: Path, names: Collection[str], *, fs: DurableFS
 ) -> dict[str, FileRecord]:
-    """Copy the files ``names`` to ``directory``; return their records.
+    """Copy the files ``names`` into ``directory``. Return their records by name.
 
     Raises CheckpointCorruptError if a file's content differs from its hash in the manifest.
     """
@@ -33,20 +33,23 @@ def copy_files(
 
 
 def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: DurableFS) -> bytes | None:
-    """Copy the state in ``info`` into the empty ``directory``, with torch's own ``.metadata``.
+    """Copy the state of a checkpoint into the empty ``directory``, and add torch's own ``.metadata``.
 
-    The value named ``aside`` is left out and returned, as the bytes of ``torch.save``; None if there is no such value.
-    Every file is verified. The copies are durable, but the names in ``directory`` are not. Raises
-    :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, and OSError from ``directory``.
+    The value with the name ``aside`` is not copied. Its bytes, as ``torch.save`` wrote them, are returned instead, or
+    None if the checkpoint has no such value. Every file of the checkpoint is verified. The content of the copies is
+    durable when this returns, but their names are not.
+
+    Raises :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, and OSError if ``directory``
+    cannot be written.
     """
     with hold_for_reading(info):
         verify_files(info, [LAYOUT_NAME])
         entries = read_entries(info)
-        rest = [entry for entry in entries if entry["name"] != aside]
-        names = {entry["file"] for entry in rest}
-        verify_files(info, info.manifest.files.keys() - names - {LAYOUT_NAME})
+        copied = [entry for entry in entries if entry["name"] != aside]
+        names = {entry["file"] for entry in copied}
+        verify_files(info, info.manifest.files.keys() - names - {LAYOUT_NAME})  # copy_files verifies the others
         copy_files(info, directory, names, fs=fs)
-        write_torch_metadata(fs, directory, rest)
+        write_torch_metadata(fs, directory, copied)
         for entry in entries:
             if entry["name"] == aside and entry["kind"] == "BYTE_IO":
                 with (info.path / entry["file"]).open("rb") as file:

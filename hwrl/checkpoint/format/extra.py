@@ -1,4 +1,4 @@
-"""The state beside the tensors, as JSON: :func:`copy_extra`."""
+"""The extra state of a save, which is JSON: :func:`copy_extra`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hwrl.errors import CheckpointSaveError
 
 
 def copy_extra(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of ``value``. The caller may go on changing it.
+    """Return a deep copy of ``value``, so that the caller may change the original afterwards.
 
-    Raises CheckpointSaveError for values that JSON would alter: tuples, and keys that are no strings.
+    Raises CheckpointSaveError for a value that JSON cannot hold, and for one that JSON would alter: a tuple, or a key
+    that is not a string.
     """
     value = dict(value or {})
     try:
@@ -29,16 +30,16 @@ def _refuse_altered(value: object) -> None:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise _not_json(f"the key {key!r} is no string and would come back as one")
+                raise _not_json(f"the key {key!r} is not a string and would come back as a string")
         value = list(value.values())
     if isinstance(value, list):
-        for one in value:
-            _refuse_altered(one)
+        for element in value:
+            _refuse_altered(element)
 
 
 def _not_json(why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
         "the extra state cannot be saved",
         why=why,
-        fix="give JSON with string keys, and lists for tuples; put tensors into the state",
+        fix="give JSON: only string keys, and lists instead of tuples; put tensors into the state",
     )

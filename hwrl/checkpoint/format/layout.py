@@ -1,4 +1,8 @@
-"""The layout of a checkpoint: the place of each part of each tensor. It is JSON, so no pickle is sent or executed."""
+"""The layout of a checkpoint: where each item lies in which file.
+
+An item is torch's ``WriteItem``: one chunk of a tensor (a rectangle of its elements), or one non-tensor value. The
+layout is JSON, so no pickle is sent between ranks or executed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hwrl.checkpoint.directory.durable import DurableFS
 
 Json = dict[str, Any]
-Keys = tuple[str | int, ...]
-"""The path of a value in a nested state: dict keys and list positions."""
+StatePath = tuple[str | int, ...]
+"""The path to a value in a nested state: dict keys and list positions. torch calls it ``OBJ_PATH``."""
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
@@ -40,7 +44,7 @@ def encode_items(items: Iterable[WriteItem]) -> list[Json]:
 
 
 def decode_plan(items: Iterable[Json]) -> SavePlan:
-    """Return the save plan with the items from :func:`encode_items`."""
+    """Return a save plan with the items that :func:`encode_items` encoded."""
     return SavePlan([_decode_item(item) for item in items])
 
 
@@ -64,7 +68,7 @@ def _decode_item(item: Json) -> WriteItem:
         return WriteItem(MetadataIndex(item["name"]), kind)
     dtype = getattr(torch, item["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{item['dtype']!r} is no dtype")
+        raise ValueError(f"{item['dtype']!r} is not a dtype of torch")
     chunk = ChunkStorageMetadata(torch.Size(item["offsets"]), torch.Size(item["sizes"]))
     data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(item["shape"]))
     return WriteItem(MetadataIndex(item["name"], chunk.offsets), kind, tensor_data=data)
@@ -73,32 +77,32 @@ def _decode_item(item: Json) -> WriteItem:
 # -- entries of the layout file -------------------------------------------------------------------------------------
 
 
-def encode_entry(item: WriteItem, *, keys: Keys, file: str, start: int, nbytes: int) -> Json:
-    """Return one entry of the layout file: an item, its path in the state, and its bytes in a file."""
-    return {**_encode_item(item), "keys": list(keys), "file": file, "start": start, "nbytes": nbytes}
+def encode_entry(item: WriteItem, *, state_path: StatePath, file: str, start: int, nbytes: int) -> Json:
+    """Return one entry of the layout file: an item, its path in the state, and its byte range in a file."""
+    return {**_encode_item(item), "keys": list(state_path), "file": file, "start": start, "nbytes": nbytes}
 
 
 def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]) -> None:
-    """Write torch's own ``.metadata`` of a checkpoint with these entries, for torch's tools.
+    """Write torch's own ``.metadata`` for these entries, so that torch's tools can read the checkpoint.
 
-    Raises ValueError if the parts of a tensor do not make up the whole.
+    Raises ValueError if the chunks of a tensor overlap or do not cover it.
     """
-    state, _ = read_layout(entries, whole=True)
-    keys = {entry["name"]: keys_of(entry) for entry in entries}
+    state, _ = build_metadata_tables(entries, all_chunks=True)
+    state_paths = {entry["name"]: state_path_of(entry) for entry in entries}
     writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it has flushed
     writer.fs = _ThroughDurableFS(fs)
-    writer.finish(Metadata(state, planner_data=keys), [[_write_result(entry) for entry in entries]])
+    writer.finish(Metadata(state, planner_data=state_paths), [[_write_result(entry) for entry in entries]])
 
 
 class _ThroughDurableFS(FileSystem):
-    """The file system of torch's writer: it creates and renames through a :class:`DurableFS`."""
+    """A file system for torch's writer. It creates and renames files through a :class:`DurableFS`."""
 
     def __init__(self, fs: DurableFS) -> None:
         self._fs = fs
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path``. A written file is durable when the context ends without an error."""
+        """Open ``path``, as :meth:`DurableFS.create_stream` does."""
         with self._fs.create_stream(path, mode) as stream:
             yield stream
 
@@ -108,22 +112,25 @@ class _ThroughDurableFS(FileSystem):
 
 
 def require_readable(entries: Iterable[Json]) -> None:
-    """Raise ValueError if one node's part of a checkpoint, with these entries, could not be read."""
-    read_layout(entries, whole=False)
+    """Raise ValueError if these entries of one node's part could not be read. The part need not cover the tensors."""
+    build_metadata_tables(entries, all_chunks=False)
 
 
-def keys_of(entry: Json) -> Keys:
-    """Return the path of an entry in the nested state; ValueError if it is none."""
-    keys = tuple(entry["keys"])
-    if not all(isinstance(key, str | int) for key in keys):
-        raise ValueError(f"{keys!r} are no keys")
-    return keys
+def state_path_of(entry: Json) -> StatePath:
+    """Return the path of an entry in the nested state. Raise ValueError if it has other things than keys."""
+    state_path = tuple(entry["keys"])
+    if not all(isinstance(key, str | int) for key in state_path):
+        raise ValueError(f"{state_path!r} is not a path of strings and integers")
+    return state_path
 
 
-def read_layout(entries: Iterable[Json], *, whole: bool) -> tuple[dict[str, Any], dict[MetadataIndex, Any]]:
-    """Return the two tables of torch's metadata: a description of each name, and the storage of each item.
+def build_metadata_tables(
+    entries: Iterable[Json], *, all_chunks: bool
+) -> tuple[dict[str, Any], dict[MetadataIndex, Any]]:
+    """Return the two tables of torch's ``Metadata``: the description of each name, and the place of each item.
 
-    Raises ValueError if the entries make no sense; with ``whole``, also if a tensor lacks elements.
+    Raises ValueError if the entries are malformed or the chunks of a tensor overlap. With ``all_chunks``, also raises
+    it if the chunks do not cover the tensor.
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -131,24 +138,24 @@ def read_layout(entries: Iterable[Json], *, whole: bool) -> tuple[dict[str, Any]
         item = _decode_item(entry)
         data = item.tensor_data
         if data is not None and math.prod(data.chunk.sizes) * data.properties.dtype.itemsize > entry["nbytes"]:
-            raise ValueError(f"{entry['name']!r} has no room in its {entry['nbytes']:,} bytes")
+            raise ValueError(f"{entry['name']!r} needs more than its {entry['nbytes']:,} bytes")
         storage[item.index] = _storage_info(entry)
         _add_chunk(state, item)
     for name, described in state.items():
         if isinstance(described, TensorStorageMetadata):
-            _check_chunks(name, described, whole=whole)
+            _check_chunks(name, described, all_chunks=all_chunks)
     return state, storage
 
 
 def describe_saved(value: Any) -> str:
-    """Return dtype and shape of a saved value, from torch's metadata."""
+    """Return dtype and shape of a saved value as text, from torch's metadata."""
     if isinstance(value, BytesStorageMetadata):
-        return "no tensor"
+        return "not a tensor"
     return f"{value.properties.dtype} {list(value.size)}"
 
 
 def _write_result(entry: Json) -> WriteResult:
-    """Return the result of torch's writer for ``entry``."""
+    """Return the result that torch's writer would return after writing ``entry``."""
     return WriteResult(_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=_storage_info(entry))
 
 
@@ -159,35 +166,36 @@ def _storage_info(entry: Json) -> StorageInfo:
 def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
     name, data = item.index.fqn, item.tensor_data
     described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
-    entry = state.setdefault(name, described)
-    if (first := describe_saved(entry)) != (this := describe_saved(described)):
-        raise ValueError(f"{name!r} is {first} in one part and {this} in another")
+    known = state.setdefault(name, described)
+    if (first := describe_saved(known)) != (this := describe_saved(described)):
+        raise ValueError(f"{name!r} is {first} in one entry and {this} in another")
     if data is not None:
-        entry.chunks.append(data.chunk)
+        known.chunks.append(data.chunk)
 
 
-def _check_chunks(name: str, entry: TensorStorageMetadata, *, whole: bool) -> None:
-    """Refuse a tensor with an element in two chunks or, if it is ``whole``, in none."""
-    chunks, size = entry.chunks, entry.size
+def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bool) -> None:
+    """Raise ValueError if an element of the tensor is in two chunks or, with ``all_chunks``, in none."""
+    chunks, size = described.chunks, described.size
     inside = all(
         0 <= begin <= begin + length <= limit
         for chunk in chunks
         for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True)
     )
-    complete = not whole or sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
-    if not (inside and complete and (len(chunks) == 1 or are_apart(chunks))):
-        raise ValueError(f"the parts of {name!r} do not make up the whole")
+    covered = not all_chunks or sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
+    if not (inside and covered and (len(chunks) == 1 or are_disjoint(chunks))):
+        raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly")
 
 
-def are_apart(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+def are_disjoint(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether no two chunks share an element.
 
-    The chunks are sorted along one axis. Each is compared with the next one, then with the one after, until none
-    reaches so far. Memory is linear in the number of chunks; so is time, for a tensor divided along this axis only.
+    The chunks are sorted by where they begin along one axis. Each chunk is compared with its next neighbour, then with
+    the second next, and so on. A comparison ends when the neighbour begins after the chunk's end. Memory is linear in
+    the number of chunks. If the tensor is divided along this axis only, so is time.
     """
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(filled) < 2 or not filled[0].sizes:
-        return len(filled) < 2  # a tensor without axes is one element
+        return len(filled) < 2  # a tensor without axes has one element, so two chunks share it
     begins = np.array([tuple(chunk.offsets) for chunk in filled])
     ends = begins + [tuple(chunk.sizes) for chunk in filled]
     axis = max(range(begins.shape[1]), key=lambda axis: len(np.unique(begins[:, axis])))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint by its layout: :func:`plan_load`, :class:`SavedTensors` and :func:`read_tensors`."""
+"""Load a checkpoint with the help of its layout: :func:`plan_load`, :class:`SavedTensors`, :func:`read_tensors`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hwrl.checkpoint.format.archive import require_stored
-from hwrl.checkpoint.format.layout import Json, keys_of, read_layout
+from hwrl.checkpoint.format.layout import Json, build_metadata_tables, state_path_of
 from hwrl.checkpoint.format.manifest import LAYOUT_NAME, MALFORMED, CheckpointInfo, corrupt_error
-from hwrl.checkpoint.format.planners import SafeLoadPlanner, distinct_names, misfit_error
+from hwrl.checkpoint.format.planners import SafeLoadPlanner, duplicate_names_as, misfit_error
 from hwrl.errors import CheckpointCorruptError, CheckpointError
 
 
 class LayoutReader(FileSystemReader):
-    """torch's reader, by the layout file. It never opens torch's own ``.metadata``, a pickle.
+    """torch's storage reader, but it reads the layout file. It never opens torch's own ``.metadata``, a pickle.
 
-    ``entries`` are the layout of a draft, which has no layout file yet.
+    A draft has no layout file yet. To read a draft, pass its layout as ``entries``.
     """
 
     def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
@@ -36,7 +36,7 @@ class LayoutReader(FileSystemReader):
         self._info, self._entries = info, entries
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return torch's metadata, built from the layout file; CheckpointCorruptError if the file makes no sense."""
+        """Build torch's metadata from the layout file. Raise CheckpointCorruptError if the file is malformed."""
         try:
             if self._entries is not None:
                 return self._build(self._entries)
@@ -47,7 +47,7 @@ class LayoutReader(FileSystemReader):
             raise corrupt_error(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load ``plan``; ValueError if an item would unpack to more bytes than it has on the disk."""
+        """Load ``plan``. Raise ValueError if an item would unpack to more bytes than it has on the disk."""
         ranges = {(at.relative_path, at.offset, at.length) for at in map(self._storage_of, plan.items)}
         for name, in_file in itertools.groupby(sorted(ranges), key=operator.itemgetter(0)):
             with (Path(self._info.path) / name).open("rb") as file:
@@ -64,25 +64,26 @@ class LayoutReader(FileSystemReader):
         for entry in entries:
             self._check_range(entry)
             used[entry["file"]] += entry["nbytes"]
-        state, storage = read_layout(entries, whole=self._info.manifest.nodes == 1)
-        for name, nbytes in used.items():  # a forger may claim that a few bytes are many tensors
+        state, storage = build_metadata_tables(entries, all_chunks=self._info.manifest.nodes == 1)
+        for name, nbytes in used.items():  # a forged layout may name the same few bytes for many tensors
             if nbytes > self._info.manifest.files[name].nbytes:
-                why = f"{LAYOUT_NAME} has {nbytes:,} bytes in {name}, which are not there"
+                why = f"the entries of {LAYOUT_NAME} need {nbytes:,} bytes in {name}, which has fewer"
                 raise corrupt_error(self._info.path, why)
         return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _check_range(self, entry: Json) -> None:
-        keys_of(entry)
+        state_path_of(entry)
         record = self._info.manifest.files.get(entry["file"])
         if record is None:
-            raise corrupt_error(self._info.path, f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not")
+            why = f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not list"
+            raise corrupt_error(self._info.path, why)
         if entry["start"] < 0 or entry["nbytes"] < 0 or entry["start"] + entry["nbytes"] > record.nbytes:
-            raise corrupt_error(self._info.path, f"{entry['name']!r} lies outside {entry['file']}")
+            raise corrupt_error(self._info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
 
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """A load into a fitting state. ``unwanted`` are names in the checkpoint, but not in the state."""
+    """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has."""
 
     info: CheckpointInfo
     reader: LayoutReader
@@ -91,7 +92,7 @@ class PlannedLoad:
     unwanted: list[str]
 
     def run(self) -> None:
-        """Fill the state in place; CheckpointCorruptError if the bytes contradict the layout."""
+        """Fill the state in place. Raise CheckpointCorruptError if the bytes do not agree with the layout."""
         try:
             self.reader.read_data(self.plan, self.planner).wait()
         except Exception as exc:  # forged bytes may raise any error
@@ -101,10 +102,10 @@ class PlannedLoad:
 def plan_load(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> PlannedLoad:
     """Plan to load the values in ``metadata`` into ``state``. Nothing is loaded yet.
 
-    Raises CheckpointError if a value of ``state`` differs from the checkpoint.
+    Raises CheckpointError if the checkpoint lacks a name in ``state`` or has it with another shape or dtype.
     """
     planner = SafeLoadPlanner(info.manifest)
-    with distinct_names(CheckpointError):
+    with duplicate_names_as(CheckpointError):
         planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -113,26 +114,28 @@ def plan_load(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, st
 
 
 def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:
-    """Raise CheckpointError if no rank of a node wants a name in the node's checkpoint.
+    """Raise CheckpointError if a node's checkpoint has a name that no rank of the node has in its state.
 
-    ``unwanted`` has the node of each rank, and the names missing in the rank's state. Ranks may have different names.
+    ``unwanted`` has one pair for each rank: the rank's node, and the names that only the checkpoint has. Different
+    ranks may have different names in their states.
     """
     for node in {node for node, _ in unwanted}:
         unknown = sorted(set[str].intersection(*(set(names) for other, names in unwanted if other == node)))
         if unknown:
-            raise misfit_error(f"it has {len(unknown)} more entries, among them {unknown[0]!r}")
+            raise misfit_error(f"the state lacks {len(unknown)} of the checkpoint's names, for example {unknown[0]!r}")
 
 
 def read_entries(info: CheckpointInfo) -> list[Json]:
-    """Return the entries of the layout file; CheckpointCorruptError if they make no sense."""
+    """Return the entries of the layout file. Raise CheckpointCorruptError if they are malformed."""
     LayoutReader(info).read_metadata()
     return [dict(entry) for entry in json.loads((info.path / LAYOUT_NAME).read_bytes())]
 
 
 def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:
-    """Return the whole tensors with names beginning with ``prefix``, on the host, however they were sharded.
+    """Return the tensors whose names begin with ``prefix``, on the host. Shards are put together.
 
-    The prefix is cut off. Hashes are not verified. Raises CheckpointCorruptError if the bytes cannot be read.
+    The names in the result lack the prefix. Hashes are not verified. Raises CheckpointCorruptError if the bytes cannot
+    be read.
     """
     saved = SavedTensors(info)
     tensors = saved.read(name for name in saved if name.startswith(prefix))
@@ -140,29 +143,33 @@ def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint by their flat names, such as ``model.weight``, whole however they were sharded.
+    """A mapping from flat names, such as ``model.weight``, to the tensors of a checkpoint. Shards are put together.
 
-    A lookup reads one tensor from the files into new host memory, which is the caller's. So a caller that takes one
-    tensor at a time needs memory for one. Hashes are not verified. Lookups raise KeyError for an unknown name,
-    CheckpointCorruptError if the bytes cannot be read, and CheckpointError if other nodes' disks have parts of it.
+    A lookup reads one tensor from the files into new host memory; the caller owns it. A caller that takes one tensor
+    at a time needs memory for one tensor only. Hashes are not verified.
+
+    A lookup raises KeyError for an unknown name, CheckpointCorruptError if the bytes cannot be read, and
+    CheckpointError if some chunks of the tensor are on the disks of other nodes.
     """
 
     def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
         self.info, self._reader = info, LayoutReader(info, entries)
         self._saved = self._reader.read_metadata()
         described = self._saved.state_dict_metadata.items()
-        self._described = {name: one for name, one in described if isinstance(one, TensorStorageMetadata)}
+        self._described = {name: value for name, value in described if isinstance(value, TensorStorageMetadata)}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors ``names``, read together."""
-        entries = {name: self._described[name] for name in names}
-        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
-        metadata = Metadata(dict(entries), storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta)
+        """Read several tensors together and return them by name."""
+        described = {name: self._described[name] for name in names}
+        tensors = {name: torch.empty(value.size, dtype=value.properties.dtype) for name, value in described.items()}
+        metadata = Metadata(
+            dict(described), storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta
+        )
         plan_load(self.info, self._reader, metadata, dict(tensors)).run()
         return tensors
 
     def on_meta(self, name: str) -> torch.Tensor:
-        """Return a tensor on the meta device, with the shape and dtype of ``name``; nothing is read."""
+        """Return a tensor on the meta device with the shape and dtype of ``name``. No file is read."""
         described = self._described[name]
         return torch.empty(described.size, dtype=described.properties.dtype, device="meta")
 
@@ -170,7 +177,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         return self.read([name])[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._described  # Mapping's own reads the tensor
+        return name in self._described  # the method of Mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)

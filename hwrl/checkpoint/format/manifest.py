@@ -1,4 +1,8 @@
-"""MANIFEST.json, the list of a complete checkpoint's files; finding and verifying checkpoints."""
+"""MANIFEST.json, the list of a checkpoint's files. Also: find checkpoints in a directory, and verify their files.
+
+The manifest is the last file of a draft, so a draft may have one, too. A checkpoint is intact if its directory has its
+final name, ``global_step_<n>``, its manifest is valid, and each file in the manifest has its size.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,13 @@ from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
 SCHEMA = 2
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Errors from reading damaged or forged JSON. A million brackets raise RecursionError."""
+"""The errors that damaged or forged JSON can raise. For example, a million brackets raise RecursionError."""
 _MAX_MANIFEST_NBYTES = 1 << 28
 _STEP_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of ``step``.
+    """Return the directory name of the checkpoint for ``step``.
 
     >>> step_name(12)
     'global_step_12'
@@ -36,7 +40,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint's directory name, None for any other name.
+    """Return the step in the name of a checkpoint's directory. For any other name, return None.
 
     >>> step_of("global_step_12"), step_of("global_step_012"), step_of(".tmp_global_step_12")
     (12, None, None)
@@ -47,11 +51,14 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json. ``files`` maps relative POSIX names to size and hash, for all other files.
+    """The content of MANIFEST.json.
 
-    ``save_id`` is unique to one call of save, ``world_size`` is the number of ranks in it, and ``versions`` are
-    those of the libraries. Where nodes have disks of their own, the checkpoint is the part of ``node``, one of
-    ``nodes``.
+    ``save_id`` is a random id of the save, the same on all ranks and nodes. ``world_size`` is the number of ranks that
+    saved. ``versions`` maps libraries to their versions. ``files`` maps the relative POSIX name of every other file to
+    its size and hash.
+
+    A node is a set of ranks that share one checkpoint directory. ``nodes`` is their number in this save, and ``node``
+    says which node's part this is. On a shared file system there is one node, however many hosts there are.
     """
 
     step: int
@@ -65,68 +72,73 @@ class Manifest:
     nodes: int = 1
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: sorted JSON, with a hash of itself at the end."""
+        """Return the content of the file: JSON with sorted keys, and a hash of all other fields."""
         body = {"schema": SCHEMA, **asdict(self)}
         return json.dumps({**body, "manifest_sha256": _hash(body)}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse the result of :meth:`to_bytes`; ValueError, KeyError or TypeError for anything else."""
+        """Parse the result of :meth:`to_bytes`. Other content raises one of the errors in :data:`MALFORMED`."""
         body = json.loads(data)
         if body.pop("manifest_sha256") != _hash(body):
-            raise ValueError("its content does not match its own hash")
+            raise ValueError("its manifest does not match the hash in it")
         if body.pop("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
-        files = {name: FileRecord(one["nbytes"], one["sha256"]) for name, one in body["files"].items()}
+            raise ValueError(f"the schema of its manifest is not {SCHEMA}")
+        files = {name: FileRecord(record["nbytes"], record["sha256"]) for name, record in body["files"].items()}
         manifest = cls(**{**body, "files": files})
         manifest._check_types()
         return manifest
 
     def _check_types(self) -> None:
         counts = [self.step, self.world_size, self.weight_version, self.node, self.nodes]
-        counts += [one.nbytes for one in self.files.values()]
-        texts = [self.save_id, *self.versions, *self.versions.values(), *(one.sha256 for one in self.files.values())]
-        if not all(type(one) is int for one in counts) or not all(type(one) is str for one in texts):
+        counts += [record.nbytes for record in self.files.values()]
+        texts = [self.save_id, *self.versions, *self.versions.values()]
+        texts += [record.sha256 for record in self.files.values()]
+        if not all(type(count) is int for count in counts) or not all(type(text) is str for text in texts):
             raise TypeError("a field has the wrong type")
         datetime.fromtimestamp(self.saved_unix_s, UTC)
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint on a disk, intact there. Other nodes may lack their parts."""
+    """A checkpoint that is intact on this disk. Other nodes may lack their parts."""
 
     path: Path
     manifest: Manifest
 
     @property
     def step(self) -> int:
-        """The step of the save."""
+        """The saved step."""
         return self.manifest.step
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights in it."""
+        """The version of the saved weights."""
         return self.manifest.weight_version
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all its files but the manifest."""
+        """The size of all files except the manifest."""
         return sum(record.nbytes for record in self.manifest.files.values())
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A directory named like a checkpoint but incomplete, and the reason."""
+    """A directory that has a checkpoint's name but cannot be resumed, and the reason.
+
+    Reasons: it is damaged (an invalid manifest, a missing file, a wrong size or a wrong hash), or another node lacks
+    its part or has a part of another save.
+    """
 
     path: Path
     reason: str
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
-    """Return the checkpoint in ``path`` if its manifest is good and every file has the size in the manifest.
+    """Return the checkpoint in ``path`` if it is intact: a valid manifest, and every file with its size.
 
-    Reads the manifest only. Raises :class:`~hwrl.errors.CheckpointCorruptError` otherwise, also for symbolic links and
-    for names outside the directory.
+    Reads no file but the manifest. Raises :class:`~hwrl.errors.CheckpointCorruptError` otherwise, and also for a
+    symbolic link or a file name that leads out of the directory.
     """
     try:
         if path.is_symlink():
@@ -137,10 +149,10 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
             raise ValueError(f"{MANIFEST_NAME} has more than {_MAX_MANIFEST_NBYTES:,} bytes")
         manifest = Manifest.from_bytes(manifest_path.read_bytes())
         if manifest.step != step_of(path.name):
-            raise ValueError(f"its manifest is of step {manifest.step}")
+            raise ValueError(f"its manifest is for step {manifest.step}")
         for name in (LAYOUT_NAME, EXTRA_NAME):  # these files must be verified before they are read
             if name not in manifest.files:
-                raise ValueError(f"its manifest does not name {name}")
+                raise ValueError(f"its manifest does not list {name}")
         for name, record in manifest.files.items():
             _check_size(path, name, record.nbytes)
     except (OSError, *MALFORMED) as exc:
@@ -149,7 +161,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
-    """Read the files ``names`` of a checkpoint and compare hashes; CheckpointCorruptError if one differs."""
+    """Read the files ``names`` of a checkpoint. Raise CheckpointCorruptError if a hash differs from the manifest's."""
     for name in names:
         try:
             with (info.path / name).open("rb") as file:
@@ -161,30 +173,31 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
 
 
 def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return ``extra``, and the ``rank_extra`` of each rank; CheckpointCorruptError if the file makes no sense."""
+    """Return ``extra``, and the ``rank_extra`` of each rank. Raise CheckpointCorruptError if the file is malformed."""
     try:
         extra = json.loads((info.path / EXTRA_NAME).read_bytes())
-        shared, ranks = dict(extra["all"]), [dict(one) for one in extra["ranks"]]
+        shared, ranks = dict(extra["all"]), [dict(rank_extra) for rank_extra in extra["ranks"]]
     except (OSError, *MALFORMED) as exc:
         raise corrupt_error(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
     if len(ranks) != info.manifest.world_size:
-        raise corrupt_error(info.path, f"{EXTRA_NAME} is of {len(ranks)} ranks, the manifest of others")
+        why = f"{EXTRA_NAME} has the state of {len(ranks)} ranks and the manifest says {info.manifest.world_size}"
+        raise corrupt_error(info.path, why)
     return shared, ranks
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:
-    """Return the checkpoints intact in ``directory``, oldest step first, and the incomplete ones.
+    """Return the checkpoints that are intact in ``directory``, oldest step first, and those that are not.
 
-    Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer. Raises
-    :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
+    File sizes are checked; hashes are not. It takes no lock and changes nothing, so it is safe while a trainer runs.
+    Raises :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
     """
     try:
         paths = list(Path(directory).iterdir())
     except OSError as exc:
         raise CheckpointNotFoundError(
-            f"no checkpoint can be found in {directory}",
+            f"cannot look for checkpoints in {directory}",
             why=f"{exc.strerror}: {exc.filename}",
-            fix="give the directory that holds global_step_N/; of a run, its checkpoints/",
+            fix="give the directory that holds global_step_N/; in a run's directory, this is checkpoints/",
         ) from exc
     intact, skipped = [], []
     for path in paths:
@@ -193,16 +206,17 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         try:
             intact.append(inspect_checkpoint(path))
         except CheckpointCorruptError as exc:
-            if os.path.lexists(path):  # otherwise a trainer has removed it meanwhile
+            if os.path.lexists(path):  # otherwise a trainer has just removed it
                 skipped.append(Skipped(path, exc.why))
-    return sorted(intact, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
+    return sorted(intact, key=lambda info: info.step), sorted(skipped, key=lambda item: item.path)
 
 
 @contextlib.contextmanager
 def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
-    """Keep a trainer from removing the checkpoint during the block. CheckpointCorruptError if it is gone.
+    """Prevent a trainer from removing the checkpoint during the block.
 
-    It is a shared lock on the manifest. It ends with the process.
+    It holds a shared lock on the manifest. The lock ends with the process. Raises CheckpointCorruptError if the
+    checkpoint has already been removed.
     """
     path = info.path / MANIFEST_NAME
     with contextlib.ExitStack() as stack:
@@ -212,14 +226,17 @@ def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
             is_there = os.path.samestat(os.fstat(manifest.fileno()), path.stat())
         except OSError as exc:
             raise corrupt_error(info.path, _reason(exc)) from exc
-        if not is_there:  # removed between the open and the lock, and saved again
-            raise corrupt_error(info.path, "it was replaced meanwhile")
+        if not is_there:  # it was removed between the open and the lock, and the step was saved again
+            raise corrupt_error(info.path, "it was replaced while it was being opened")
         yield
 
 
 @contextlib.contextmanager
 def hold_for_removal(path: Path) -> Iterator[bool]:
-    """Yield True if no process holds the checkpoint in ``path`` for reading; none can begin to during the block."""
+    """Yield False if a process holds the checkpoint in ``path`` for reading; otherwise True.
+
+    After True, no process can begin to hold it during the block.
+    """
     with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses an exclusive lock on a file opened for reading
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,7 +247,7 @@ def hold_for_removal(path: Path) -> Iterator[bool]:
 
 
 def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint."""
+    """Return the error for a checkpoint that is damaged or incomplete."""
     return CheckpointCorruptError(
         f"{path.name} is not a complete checkpoint",
         why=reason,
@@ -241,10 +258,10 @@ def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:
 def _check_size(directory: Path, name: str, nbytes: int) -> None:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or str(PurePosixPath(name)) != name:
-        raise ValueError(f"its manifest names {name!r}, which is no path inside it")
+        raise ValueError(f"its manifest lists {name!r}, which is not a path inside it")
     for depth in range(1, len(parts)):
         if (directory / Path(*parts[:depth])).is_symlink():
-            raise ValueError(f"{name} lies behind a symbolic link")
+            raise ValueError(f"the path {name} contains a symbolic link")
     actual = _check_regular(directory, name)
     if actual != nbytes:
         raise ValueError(f"{name} has {actual:,} bytes and the manifest says {nbytes:,}")
@@ -256,7 +273,7 @@ def _check_regular(directory: Path, name: str) -> int:
     except FileNotFoundError as exc:
         raise ValueError(f"{name} is missing") from exc
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{name} is a symbolic link or no regular file")
+        raise ValueError(f"{name} is a symbolic link or not a regular file")
     return status.st_size
 
 

@@ -1,4 +1,4 @@
-"""torch's checkpoint planners, made safe: they write no unsafe pickle, and execute none."""
+"""torch's checkpoint planners, made safe. They refuse to save a value that could execute code when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,38 +17,41 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from hwrl.checkpoint.format.layout import describe_saved
 from hwrl.checkpoint.format.manifest import Manifest
-from hwrl.checkpoint.format.shards import local_parts
+from hwrl.checkpoint.format.shards import local_tensors
 from hwrl.errors import CheckpointError, CheckpointSaveError
 
 
 @contextlib.contextmanager
-def distinct_names(error: type[CheckpointError]) -> Iterator[None]:
-    """Raise ``error`` for torch's error about two values of one name. The block flattens a state."""
+def duplicate_names_as(error: type[CheckpointError]) -> Iterator[None]:
+    """Raise ``error`` if a state has two values with the same flat name. The block must flatten the state.
+
+    torch raises a ValueError then, which this context manager translates.
+    """
     try:
         yield
     except ValueError as exc:
         raise error(
-            "the state has two values of one name",
+            "the state has two values with the same name",
             why=str(exc),
-            fix='rename one of them: {"a": {"b": …}} and {"a.b": …} are the same in a checkpoint',
+            fix='rename one of them: {"a": {"b": …}} and {"a.b": …} have the same name in a checkpoint',
         ) from exc
 
 
 class SafeSavePlanner(DefaultSavePlanner):
-    """torch's save planner. Refuses values that only a pickle could hold."""
+    """torch's save planner, but it refuses a value that ``torch.load(weights_only=True)`` could not load."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_sharded_tensors=False)  # skips a pass for torch's older ShardedTensors
+        super().__init__(flatten_sharded_tensors=False)  # skip the pass for torch's deprecated ShardedTensor
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return a tensor unchanged, any other value as bytes for ``torch.load(weights_only=True)``."""
+        """Return a tensor unchanged. Return any other value as bytes for ``torch.load(weights_only=True)``."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return super().transform_object(write_item, object)
         try:
             data = super().transform_object(write_item, object)
             data.seek(0)
             torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as exc:  # a foreign class, or its bytes, may raise any error
+        except Exception as exc:  # a user's class may raise any error
             raise _needs_pickle(write_item.index.fqn, object, exc) from exc
         data.seek(0)
         return data
@@ -58,37 +61,37 @@ def _needs_pickle(name: str, value: object, exc: Exception) -> CheckpointSaveErr
     inside = re.findall(r"(?:GLOBAL |<class '|<function )([\w.<>]+)", str(exc))[:1]
     return CheckpointSaveError(
         f"state {name!r} cannot be saved",
-        why=" of ".join([f"this {type(value).__name__} could be loaded only by executing a pickle", *inside]),
-        fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
+        why=" that uses ".join([f"loading this {type(value).__name__} would execute a pickle", *inside]),
+        fix="save only tensors, numbers, strings, and dicts, lists and tuples of these",
     )
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's load planner. Executes no pickle, and refuses a state larger than the checkpoint."""
+    """torch's load planner, but it executes no pickle and refuses a state that the checkpoint does not fill."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
         self._manifest = manifest
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the plan; nothing is loaded yet.
+        """Return the plan. Nothing is loaded yet.
 
-        Raises CheckpointError if names, shapes or dtypes differ, or if a part is on another node's disk.
+        Raises CheckpointError if names, shapes or dtypes differ, or if this rank needs bytes on another node's disk.
         """
         assert self.metadata is not None, "set_up_planner comes first"
         _require_same(self.state_dict, self.metadata.state_dict_metadata)
         plan = super().create_local_plan()
-        missing = Counter({name: tensor.numel() for (name, _), tensor in local_parts(self.state_dict)})
+        unfilled = Counter({name: tensor.numel() for (name, _), tensor in local_tensors(self.state_dict)})
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
-                missing[item.dest_index.fqn] -= math.prod(item.lengths)
-        elsewhere = sorted(name for name, numel in missing.items() if numel > 0)
-        if elsewhere:
-            raise _on_another_node(self._manifest, elsewhere)
+                unfilled[item.dest_index.fqn] -= math.prod(item.lengths)
+        on_other_nodes = sorted(name for name, numel in unfilled.items() if numel > 0)
+        if on_other_nodes:
+            raise _on_another_node(self._manifest, on_other_nodes)
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is no tensor into the state."""
+        """Put a non-tensor value into the state."""
         *parents, last = self.mappings[read_item.dest_index.fqn]
         target: Any = self.original_state_dict
         for key in parents:
@@ -97,29 +100,29 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def _original_key(target: Any, key: str | int) -> Any:
-    """Return the key of a dict for torch's string ``key``. List positions stay."""
+    """Return the key of ``target`` that torch turned into the string ``key``. Return a list position unchanged."""
     return next(own for own in target if str(own) == key) if isinstance(target, dict) else key
 
 
 def _require_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing = sorted(state.keys() - saved.keys())
     if missing:
-        raise misfit_error(f"it lacks {len(missing)} entries, among them {missing[0]!r}")
+        raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
     for name, value in state.items():
         if (here := _describe(value)) != (there := describe_saved(saved[name])):
-            raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} here")
+            raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
 
 
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return "no tensor"
+        return "not a tensor"
     return f"{value.dtype} {list(value.shape)}" + ("" if value.layout is torch.strided else f" {value.layout}")
 
 
 def misfit_error(why: str) -> CheckpointError:
-    """Return the error for a state that differs from the checkpoint."""
+    """Return the error for a state with other names, shapes or dtypes than the checkpoint."""
     return CheckpointError(
-        "the checkpoint does not fit the state that it is to be loaded into",
+        "the checkpoint does not fit the state",
         why=why,
         fix="build the same model and optimizer as the run that saved it, or start in an empty directory",
     )
@@ -127,9 +130,9 @@ def misfit_error(why: str) -> CheckpointError:
 
 def _on_another_node(manifest: Manifest, names: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"step {manifest.step} cannot be loaded on {socket.gethostname()}: this disk lacks parts of {names[0]!r}",
-        why=f"it has the part that node {manifest.node} of {manifest.nodes} saved, and this rank needs parts of "
-        f"{len(names)} tensors that other nodes saved",
-        fix="start as many ranks on the same nodes, in the same order; or put the parts of all nodes together with "
-        "`hwrl checkpoints join`, and give all ranks the result",
+        f"step {manifest.step} cannot be loaded on {socket.gethostname()}: this disk lacks some of {names[0]!r}",
+        why=f"the disk has only the part of node {manifest.node} (of {manifest.nodes} nodes), and this rank also needs "
+        f"bytes of {len(names)} tensors from the parts of other nodes",
+        fix="start the same number of ranks on the same nodes, in the same order; or join the parts of all nodes with "
+        "`hwrl checkpoints join`, and give the result to all ranks",
     )

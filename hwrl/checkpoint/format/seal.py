@@ -1,4 +1,4 @@
-"""The last files of a checkpoint: layout, extra state and manifest. See :func:`seal`."""
+"""The last files of a draft, layout, extra state and manifest: :func:`seal`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NA
 
 
 def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> Manifest:
-    """Add layout, extra state and manifest to a draft, and make all of it durable; return the written manifest.
+    """Add layout, extra state and manifest to a draft. Return the manifest as it was written.
 
-    ``manifest`` names the draft's other files. Raises ValueError or TypeError if the checkpoint could not be read.
+    ``manifest`` lists the files that are already in the draft. When this returns, every file in the draft and its name
+    in the draft are durable. Raises ValueError or TypeError if the result could not be resumed.
     """
     if manifest.nodes == 1:
         write_torch_metadata(fs, draft, entries)
-    else:  # torch's tools would take one node's part for the whole checkpoint
+    else:  # with a .metadata, torch's tools would take one node's part for the whole checkpoint
         require_readable(entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
     manifest = replace(manifest, files={**manifest.files, **fs.take_records(draft)})
     manifest_content = manifest.to_bytes()
-    Manifest.from_bytes(manifest_content)  # raises if it could not be resumed
+    Manifest.from_bytes(manifest_content)  # raises if the manifest could not be read again
     fs.write_file(draft / MANIFEST_NAME, manifest_content)
-    fs.take_records(draft)
+    fs.take_records(draft)  # forget the manifest's own record
     for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
         fs.sync_directory(directory)
     return manifest

@@ -1,4 +1,7 @@
-"""Tensors divided into arbitrary rectangles: :class:`LocalShards`."""
+"""A rank's tensors in a state: :func:`local_tensors`, and :class:`LocalShards` for a tensor that no DTensor describes.
+
+A rectangle is a box of elements in any number of dimensions, given by its offset and its shape.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,32 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 Offset = tuple[int, ...]
-PartKey = tuple[str, Offset | None]
-"""A part of a rank's state: the name of its tensor, and its offset if the tensor is a :class:`LocalShards`."""
+LocalKey = tuple[str, Offset | None]
+"""Identifies one local tensor of a rank: its name, and its offset if it is a rectangle of a :class:`LocalShards`."""
 
 
 class LocalShards(torch.Tensor):
-    """This rank's part of a tensor of ``shape``: any number of rectangles, by their offset in the tensor.
+    """This rank's rectangles of a tensor with ``shape``. ``pieces`` maps the offset of each rectangle to its elements.
 
-    Put it into a state for :class:`~hwrl.checkpoint.CheckpointManager` if no DTensor describes how the tensor is
-    divided. The rectangles are the caller's memory, and a load fills them. All ranks together must cover the tensor.
-    Rectangles of several ranks may be equal, but must not overlap otherwise. It supports no operation of torch.
+    Put it into a state for :class:`~hwrl.checkpoint.CheckpointManager` if no DTensor can describe the sharding. The
+    rectangles stay the caller's memory: a save reads them, and a load fills them in place. The rectangles of all ranks
+    must cover the tensor. Two ranks may have the same rectangle, but rectangles must not overlap otherwise. This class
+    supports no operation of torch.
     """
 
     pieces: dict[Offset, torch.Tensor]
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> LocalShards:
-        """Create it without a copy."""
+        """Create the tensor. The rectangles are not copied."""
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         self.pieces = dict(pieces)
-        if 0 in shape:  # an empty tensor is one empty rectangle; otherwise no rank would save it
+        if 0 in shape:  # without any rectangle, no rank would save the empty tensor
             self.pieces = {(0,) * len(shape): torch.empty(shape, dtype=dtype, device="cpu")}
         return self
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
-        raise TypeError(f"{operation} cannot be applied to LocalShards: they are for checkpoints only")
+        raise TypeError(f"{operation} cannot be applied to LocalShards, which are for checkpoints only")
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's has more parameters
         return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.pieces)} here)"
@@ -57,18 +61,21 @@ class LocalShards(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(offset), piece.shape) for offset, piece in self.pieces.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None, "every item of this class has one"
+        assert index.offset is not None, "every item of a LocalShards has an offset"
         return self.pieces[tuple(index.offset)]
 
 
 @torch.no_grad()
-def local_parts(state: Mapping[str, Any]) -> list[tuple[PartKey, torch.Tensor]]:
-    """Return this rank's part of each tensor of a flat state, detached: one part, or each rectangle."""
-    parts: list[tuple[PartKey, torch.Tensor]] = []
+def local_tensors(state: Mapping[str, Any]) -> list[tuple[LocalKey, torch.Tensor]]:
+    """Return this rank's local tensors of a flat state, detached.
+
+    A plain tensor is returned itself, a DTensor as its local shard, and a LocalShards as one tensor for each rectangle.
+    """
+    tensors: list[tuple[LocalKey, torch.Tensor]] = []
     for name, value in state.items():
         if isinstance(value, LocalShards):
-            parts += [((name, offset), piece.detach()) for offset, piece in value.pieces.items()]
+            tensors += [((name, offset), piece.detach()) for offset, piece in value.pieces.items()]
         elif isinstance(value, torch.Tensor):
             local = value.to_local() if isinstance(value, DTensor) else value
-            parts.append(((name, None), local.detach()))
-    return parts
+            tensors.append(((name, None), local.detach()))
+    return tensors

@@ -1,4 +1,4 @@
-"""Large tensors are saved in pieces of a bounded size: :func:`split_item`."""
+"""Split the item of a large tensor into items of a bounded size: :func:`split_item`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from hwrl.checkpoint.format.shards import Offset
 
 MAX_ITEM_NBYTES = 32 << 20
-"""The most to read from the device, or into memory by a load, for one item of a plan."""
+"""The largest item. A save reads one item from the device at a time, and a load reads one into memory at a time."""
 
 
 def split_item(item: WriteItem, *, max_nbytes: int = MAX_ITEM_NBYTES) -> Iterator[tuple[Offset, WriteItem]]:
-    """Yield the pieces of ``item``, each of at most ``max_nbytes``, and the offset of each in the rank's tensor.
+    """Split ``item`` into items of at most ``max_nbytes`` each.
 
-    The division depends on shape and dtype only, so all ranks with the same tensor divide it alike. A piece of a
-    contiguous tensor is contiguous.
+    Yields each with its offset in the rank's local tensor. The split depends on shape and dtype only, so all ranks with
+    the same tensor split it in the same way. If the tensor is contiguous, each item's elements are contiguous, too.
     """
     data = item.tensor_data
     if data is None:
         yield (), item
         return
-    shape, whole = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
+    shape, origin = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
     if math.prod(shape) * data.properties.dtype.itemsize <= max_nbytes:
         yield (0,) * len(shape), item
         return
     for begin, sizes in _rectangles(shape, max(1, max_nbytes // data.properties.dtype.itemsize)):
-        offset = torch.Size(map(sum, zip(whole, begin, strict=True)))
-        chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
-        piece = TensorWriteData(chunk, data.properties, data.size)
-        yield begin, WriteItem(MetadataIndex(item.index.fqn, offset), WriteItemType.SHARD, tensor_data=piece)
+        offset = torch.Size(map(sum, zip(origin, begin, strict=True)))
+        chunk = TensorWriteData(ChunkStorageMetadata(offset, torch.Size(sizes)), data.properties, data.size)
+        yield begin, WriteItem(MetadataIndex(item.index.fqn, offset), WriteItemType.SHARD, tensor_data=chunk)
 
 
 def _rectangles(shape: Offset, numel: int) -> Iterator[tuple[Offset, Offset]]:
-    """Yield offset and sizes of contiguous rectangles of at most ``numel`` elements. Together they cover ``shape``."""
+    """Divide ``shape`` into contiguous rectangles of at most ``numel`` elements. Yield the offset and sizes of each."""
     axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= numel)
     rows = numel // math.prod(shape[axis + 1 :])
     inner = (0,) * (len(shape) - axis - 1)

@@ -1,1 +1,4 @@
-"""A save: its stages, the agreement of the ranks, and the memory for copies of a state."""
+"""A save: its stages and the memory for copies of a state.
+
+``agreement``, ``nodes`` and ``inventory`` also serve ``resume``.
+"""

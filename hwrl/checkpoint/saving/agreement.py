@@ -1,4 +1,7 @@
-"""Agreement of ranks over a key-value store. It uses no collective, so a background save may agree too."""
+"""Ranks exchange messages and agree over a key-value store: :class:`Agreement`.
+
+No collective is used, so a background save can agree while the training runs collectives.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from hwrl import errors
 from hwrl.comm import PrefixStore, Store, await_keys, store_failures
 from hwrl.errors import CheckpointError, HwrlError, PeerLostError
 
-_CHUNK_CHARS = 4 << 20
-"""Limit for one key. torch's store closes a connection after a request of 8 MiB or more."""
+_MAX_VALUE_CHARS = 4 << 20
+"""The largest value of one key. torch's store closes a connection after a request of 8 MiB or more."""
 _LEAVING_S = 3.0
-"""How long the leader's end waits for ranks to read the last decision. They look for it every few milliseconds."""
+"""How long the leader, when it closes, waits for the other ranks to read the last decision. They poll every few ms."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Base of the messages between ranks. They travel as JSON: no rank executes another rank's pickle.
+    """Base class of the messages between ranks. They are sent as JSON, so no rank executes another rank's pickle.
 
     A message is a frozen dataclass. Its fields are JSON values or other messages.
     """
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Return the message with these fields. A class with a message among its fields overrides this."""
+        """Return the message with these fields. A class overrides this if one of its fields is a message."""
         return cls(**fields)
 
 
@@ -42,51 +45,54 @@ _M = TypeVar("_M", bound=Message)
 
 @dataclass(frozen=True)
 class _Done(Message):
-    """A rank has done its part and has nothing to report."""
+    """A rank has finished its block and has nothing to report."""
 
 
 class Round:
-    """One exchange of messages: every rank sends one to the leader, and the leader sends one to all.
+    """One exchange of messages: every rank sends one to the leader, and the leader sends one to every rank.
 
-    This class serves a single rank; :class:`_StoreRound` serves several.
+    The docstrings here are the contract. The code here is trivial, for a single rank. The protocol between several
+    ranks is in :class:`_StoreRound`.
     """
 
     def gather(self, message: _M) -> list[_M] | None:
-        """Send ``message`` to the leader. Return all messages there, in the order of the ranks, and None elsewhere.
+        """Send ``message`` to the leader. The leader returns all messages by rank; the other ranks return None.
 
-        The leader blocks until every rank has sent its message. It raises the error of the first failed rank.
+        The leader blocks until every rank has sent its message. It raises the error of the lowest rank that failed.
         """
         return [message]
 
     def broadcast(self, message: _M | None, kind: type[_M]) -> _M:
-        """Return the leader's ``message``, of class ``kind``, on every rank. The other ranks pass None.
+        """Send the leader's ``message`` to every rank, and return it. Its class is ``kind``; other ranks pass None.
 
-        This ends the round. If a rank failed, all ranks raise its error.
+        This ends the round. If a rank failed, every rank raises its error.
         """
-        assert message is not None, "a single rank leads"
+        assert message is not None, "a single rank is the leader"
         return message
 
     def finish(self) -> None:
-        """Block until every rank has done its part, unless the leader has broadcast already."""
+        """Block until every rank has finished its block. Return at once if the round has already ended."""
 
     def fail(self, error: Exception, *, at_once: bool) -> None:
-        """Tell the other ranks about ``error`` in this rank's part.
+        """Tell the other ranks that this rank's block raised ``error``.
 
-        With ``at_once`` this ends the round on all ranks; without it, this rank waits until all have done their part.
+        With ``at_once``, the error becomes the result of the round, and this rank does not wait. Without it, this rank
+        waits until every rank has finished its block.
         """
 
 
 class Agreement:
-    """Rounds of messages between ``ranks``. The first of them leads.
+    """Rounds of messages between ``ranks``. The first of ``ranks`` is the leader.
 
-    All ranks hold the same rounds in the same order, each from one thread at a time. An error in one rank's part of a
-    round is raised on all ranks: unchanged on the rank where it happened; elsewhere with its class and text if it is
-    hwrl's, and as :class:`~hwrl.errors.CheckpointError` if it is not.
+    Every rank enters the same rounds in the same order, from one thread at a time. The code of a rank in a round is its
+    block. If the block raises on one rank, all ranks raise: that rank the error itself; the others a copy with the same
+    class and text if it is an hwrl error, or else a :class:`~hwrl.errors.CheckpointError`.
 
-    A rank in a round sends heartbeats, so the others wait as long as its part takes. A rank without a heartbeat for
-    ``timeout_s`` ends the round on all ranks, with an error about that rank. It may take part in the next round.
+    While a rank is inside a round, it sends heartbeats, and the others wait for it without a limit. Outside of a round
+    it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it dies, its heartbeats
+    are missing. The round then ends on all ranks with an error about this rank. It may take part in the next round.
 
-    Ranks may leave a call at different points. They are together again in the next call: see :meth:`begin_call`.
+    After an error, ranks may leave a call at different points. :meth:`begin_call` brings them together again.
     """
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
@@ -97,7 +103,11 @@ class Agreement:
         self._last: _StoreRound | None = None
 
     def begin_call(self, call: int) -> None:
-        """Begin call number ``call``, counted from 1. All ranks make the same calls; each has its own rounds."""
+        """Begin the call with the number ``call``, counted from 1.
+
+        All ranks make the same calls in the same order. Rounds are numbered within a call, so a rank that left the last
+        call early does not meet the others in a wrong round.
+        """
         self._call, self._round = call, 0
         for subgroup in self._subgroups:
             subgroup.begin_call(call)
@@ -108,9 +118,9 @@ class Agreement:
         return self.rank == self.ranks[0]
 
     def among(self, ranks: Sequence[int], *, name: str) -> Agreement:
-        """Return the agreement of some of the ranks, this one included. No other group of ranks has this ``name``.
+        """Return an agreement among some of the ranks; this rank must be one of them. ``name`` must be unique.
 
-        Its rounds may be held inside of a round of all ranks.
+        Its rounds may be nested in a round of all ranks.
         """
         store = None if self._store is None or len(ranks) == 1 else PrefixStore(name, self._store)
         self._subgroups.append(Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s))
@@ -118,18 +128,20 @@ class Agreement:
 
     @contextlib.contextmanager
     def round(self) -> Iterator[Round]:
-        """Hold a round. The block is this rank's part; leaving it waits for the other ranks.
+        """Enter a round. At the end of the block, wait until every rank has finished its block.
 
-        After an error, too, this rank waits until all ranks have done their part.
+        This rank waits even if its own block raises.
         """
         with self._hold_round(fail_at_once=False) as current:
             yield current
 
     @contextlib.contextmanager
     def vote(self) -> Iterator[None]:
-        """Do the block on every rank. Leaving it waits until the block has succeeded on all ranks.
+        """Run the block on every rank: a barrier with a veto.
 
-        An error is a veto: it ends the vote on all ranks, and its own rank waits for nobody.
+        At the end of the block, wait until it has succeeded on every rank. An error is a veto: the vote fails on all
+        ranks. A veto does not interrupt a running block. A rank learns of it when its own block has ended, and the
+        leader when all blocks have ended. The rank with the error raises at once and waits for nobody.
         """
         with self._hold_round(fail_at_once=True):
             yield
@@ -154,16 +166,20 @@ class Agreement:
                 current.leave()
 
     def close(self) -> None:
-        """Block on the leader, seconds at most, until all ranks know the last decision: the store may end with it."""
+        """On the leader, block until all ranks have read the last decision, but for a few seconds at most.
+
+        The leader's process may host the store, and the store ends with the process.
+        """
         if self._last is not None:
             self._last.wait_for_leaving()
 
 
 class _StoreRound(Round):
-    """One round of several ranks. The first decision in the store is final, whoever wrote it.
+    """A round of several ranks. It ends with one decision: the leader's message to all ranks, or an error.
 
-    Keys: ``part<rank>`` is a rank's message or error, ``beat<rank>`` counts its heartbeats, and ``chosen`` is the
-    decision: the leader's message, or an error. If the leader falls silent, another rank writes an error there.
+    Keys in the store: ``part<rank>`` has a rank's message or error, ``beat<rank>`` counts its heartbeats, and
+    ``chosen`` has the decision. Any rank may write ``chosen``, for example if the leader falls silent. Only the first
+    write counts, and it is final.
     """
 
     def __init__(
@@ -200,7 +216,7 @@ class _StoreRound(Round):
     def fail(self, error: Exception, *, at_once: bool) -> None:
         if self._ended:
             return
-        if self._sent:  # the error came up while the leader collected or decided
+        if self._sent:  # the leader failed while it collected the messages or made the decision
             self._decide(_encode_error(error))
             return
         report = _encode_error(error, rank=self._rank)
@@ -212,28 +228,28 @@ class _StoreRound(Round):
         else:
             try:
                 self._collect()
-            except HwrlError as first:  # this rank's own error, or a silent rank
+            except HwrlError as first:  # the error of the lowest rank that failed, or an error about a silent rank
                 self._decide(_encode_error(first))
 
     def leave(self) -> None:
-        """Tell the leader that this rank knows the decision, or has given up."""
+        """Tell the leader that this rank has read the decision, or has given up."""
         if not self._leads:
             with contextlib.suppress(dist.DistError):
                 self._store.set(f"left{self._rank}", "")
 
     def wait_for_leaving(self) -> None:
-        """Block on the leader until the other ranks have left; not for ranks that are dead."""
+        """On the leader, block until the other ranks have left. Do not wait long for ranks that are dead."""
         if self._leads:
             with contextlib.suppress(PeerLostError):
                 await_keys(self._store, [f"left{rank}" for rank in self._ranks[1:]], timeout_s=_LEAVING_S)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Count in the store while this process lives, to show the other ranks a slow rank from a dead one."""
+        """Increase a counter in the store during the block. It tells the other ranks that this rank is alive."""
         left = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(dist.DistError):  # this rank's next request fails too, and explains why
+            with contextlib.suppress(dist.DistError):  # this rank's next request fails, too, and its error explains why
                 while not left.wait(self._beat_interval_s):
                     self._store.add(f"beat{self._rank}", 1)
 
@@ -247,29 +263,29 @@ class _StoreRound(Round):
 
     def _send(self, text: str) -> None:
         key = f"part{self._rank}"
-        self._store.set(key, _put_chunks(self._store, key, text))
+        self._store.set(key, _put_text(self._store, key, text))
         self._sent = True
 
     def _collect(self) -> list[dict[str, Any]]:
-        """Wait for the messages of all ranks; return their fields. Raise the error of the first failed rank."""
+        """Wait for the messages of all ranks; return their fields. Raise the error of the lowest rank that failed."""
         keys = {f"part{rank}": rank for rank in self._ranks}
         self._wait_for(keys)
         self._delete_earlier_rounds()
-        return [_decode(_get_chunks(self._store, key, self._store.get(key).decode())) for key in keys]
+        return [_decode(_get_text(self._store, key, self._store.get(key).decode())) for key in keys]
 
     def _delete_earlier_rounds(self) -> None:
-        """Free the keys of earlier rounds. Every rank has answered this round, so it has left those."""
+        """Delete the keys of earlier rounds. Every rank has entered this round, so all have left the earlier ones."""
         for key in self._all_rounds.list_keys():
             if key.startswith("round") and _round_number(key) < self._number:
                 self._all_rounds.delete_key(key)
 
     def _decide(self, text: str) -> str:
-        """Make ``text`` the decision, unless there is one; return the decision.
+        """Make ``text`` the decision, unless there already is one. Return the decision.
 
-        If the leader falls silent, another rank decides instead. The leader may wake up: the first decision counts.
+        If the leader falls silent, another rank decides. If the leader then wakes up, it finds that decision.
         """
         self._ended = True
-        proposal = f"{self._rank} {_put_chunks(self._store, f'chosen{self._rank}', text)}"
+        proposal = f"{self._rank} {_put_text(self._store, f'chosen{self._rank}', text)}"
         decided = self._store.compare_set("chosen", "", proposal).decode()
         return text if decided == proposal else self._fetch_decision(decided)
 
@@ -283,10 +299,10 @@ class _StoreRound(Round):
 
     def _fetch_decision(self, decided: str) -> str:
         rank, _, head = decided.partition(" ")
-        return _get_chunks(self._store, f"chosen{rank}", head)
+        return _get_text(self._store, f"chosen{rank}", head)
 
     def _wait_for(self, keys: Mapping[str, int]) -> None:
-        """Block until ``keys`` are in the store. Each is due from one rank; raise if the rank falls silent."""
+        """Block until ``keys`` are in the store. Each belongs to one rank; raise an error if this rank falls silent."""
         heard_s = dict.fromkeys(keys.values(), time.monotonic())
         beats: dict[int, int] = {}
         missing = await_keys(self._store, keys, timeout_s=self._beat_interval_s)
@@ -304,8 +320,8 @@ class _StoreRound(Round):
 def _silent_error(ranks: list[int], timeout_s: float) -> CheckpointError:
     return CheckpointError(
         f"no answer from rank {', '.join(map(str, ranks))}",
-        why=f"not heard of for {timeout_s:g} s",
-        fix="look at that rank's log; restart the run if it died",
+        why=f"the others have received no heartbeat for {timeout_s:g} s",
+        fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was late",
     )
 
 
@@ -317,20 +333,20 @@ def _round_number(key: str) -> tuple[int, int]:
 # -- texts of any size in the store ---------------------------------------------------------------------------------
 
 
-def _put_chunks(store: Store, name: str, text: str) -> str:
-    """Put all but the head of ``text`` into the store, under names beginning with ``name``; return the head."""
+def _put_text(store: Store, key: str, text: str) -> str:
+    """Compress ``text``. Return its head, and put the rest into the store under ``key.1``, ``key.2``, and so on."""
     packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-    chunks = [packed[start : start + _CHUNK_CHARS] for start in range(0, len(packed), _CHUNK_CHARS)]
-    for number, chunk in enumerate(chunks[1:], 1):
-        store.set(f"{name}.{number}", chunk)
-    return f"{len(chunks)} {chunks[0]}"
+    values = [packed[start : start + _MAX_VALUE_CHARS] for start in range(0, len(packed), _MAX_VALUE_CHARS)]
+    for number, value in enumerate(values[1:], 1):
+        store.set(f"{key}.{number}", value)
+    return f"{len(values)} {values[0]}"
 
 
-def _get_chunks(store: Store, name: str, head: str) -> str:
-    """Return the text from :func:`_put_chunks`, by its head."""
+def _get_text(store: Store, key: str, head: str) -> str:
+    """Return the text that :func:`_put_text` stored. ``head`` is its result."""
     count, _, first = head.partition(" ")
-    chunks = [first, *(store.get(f"{name}.{number}").decode() for number in range(1, int(count)))]
-    return zlib.decompress(base64.b64decode("".join(chunks))).decode()
+    values = [first, *(store.get(f"{key}.{number}").decode() for number in range(1, int(count)))]
+    return zlib.decompress(base64.b64decode("".join(values))).decode()
 
 
 # -- messages and errors as JSON ------------------------------------------------------------------------------------
@@ -341,12 +357,15 @@ def _encode(message: Message) -> str:
 
 
 def _encode_error(error: Exception, *, rank: int | None = None) -> str:
-    """Return ``error`` as JSON. With ``rank``, the text names the rank where it happened: this one, or another."""
+    """Return ``error`` as JSON. With ``rank``, the text names the rank on which the error happened.
+
+    Usually this is ``rank``. It is another rank if the error came from a nested round.
+    """
     if isinstance(error, HwrlError):
         name, what, why, fix = type(error).__name__, error.what, error.why, error.fix
     else:
         name, what, why, fix = "CheckpointError", f"{type(error).__name__}: {error}", "", ""
-    if isinstance(error.__cause__, _OtherRankError):  # from a round of some ranks: the text names that rank already
+    if isinstance(error.__cause__, _OtherRankError):  # from a nested round, and the text already names the rank
         rank = error.__cause__.rank
     elif rank is not None:
         what = f"rank {rank}: {what}"
@@ -354,7 +373,7 @@ def _encode_error(error: Exception, *, rank: int | None = None) -> str:
 
 
 def _decode(text: str) -> dict[str, Any]:
-    """Return the fields of a message; raise the error if one arrived instead."""
+    """Return the fields of a message. If ``text`` is an encoded error, raise the error."""
     content = json.loads(text)
     if "error" not in content:
         fields: dict[str, Any] = content["value"]
@@ -368,7 +387,7 @@ def _decode(text: str) -> dict[str, Any]:
 
 
 class _OtherRankError(Exception):
-    """The cause of an error that happened on another rank."""
+    """The ``__cause__`` of an error that happened on another rank. It has the number of that rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"on rank {rank}")

@@ -1,4 +1,4 @@
-"""Which checkpoints the disks hold: of one node (:class:`NodeInventory`), and of all nodes (:class:`Inventory`)."""
+"""Which checkpoints exist: on one node's disk (:class:`NodeInventory`), and on all nodes (:class:`Inventory`)."""
 
 from __future__ import annotations
 
@@ -9,44 +9,64 @@ from pathlib import Path
 from typing import Any, Self
 
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
-from hwrl.checkpoint.format.manifest import find_checkpoints, step_of
+from hwrl.checkpoint.format.manifest import Manifest, find_checkpoints, step_of
 from hwrl.checkpoint.saving.agreement import Agreement, Message
+
+
+@dataclass(frozen=True)
+class IntactPart(Message):
+    """One node's part of a checkpoint, intact on this disk. The save ``save_id`` has a part on each of ``nodes``."""
+
+    save_id: str
+    node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> IntactPart:
+        """Return what the manifest of the part says."""
+        return cls(manifest.save_id, manifest.node, manifest.nodes)
 
 
 @dataclass(frozen=True)
 class NodeInventory(Message):
     """The checkpoints on one node's disk.
 
-    ``intact`` maps the names of directories intact on this disk to save ids, ``skipped`` maps the other names to the
-    reason, and ``announced`` is the step in the tracker (-1 if there is none).
+    ``intact`` maps the names of the directories that are intact on this disk to their parts. ``skipped`` maps the names
+    of the others to the reason. ``announced_step`` is the step in this node's tracker, or -1 if it holds no step.
     """
 
     host: str
-    intact: dict[str, str]
+    intact: dict[str, IntactPart]
     skipped: dict[str, str]
-    announced: int
+    announced_step: int
 
     @classmethod
     def read(cls, directory: CheckpointDirectory, *, without: Collection[Path] = ()) -> NodeInventory:
-        """Read the inventory from the disk. The checkpoints in ``without`` are left out: a hash is wrong."""
+        """Read the inventory from the disk. Leave out ``without``: the checkpoints with a wrong hash."""
         intact, skipped = find_checkpoints(directory.path)
         return cls(
             host=socket.gethostname(),
-            intact={info.path.name: info.manifest.save_id for info in intact if info.path not in without},
-            skipped={one.path.name: one.reason for one in skipped},
-            announced=directory.announced,
+            intact={info.path.name: IntactPart.of(info.manifest) for info in intact if info.path not in without},
+            skipped={item.path.name: item.reason for item in skipped},
+            announced_step=directory.announced_step,
         )
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the message with these fields."""
+        intact = {name: IntactPart.from_json(part) for name, part in fields["intact"].items()}
+        return cls(**fields | {"intact": intact})
 
 
 @dataclass(frozen=True)
 class RankInventory(Message):
-    """What one rank adds to the inventory: its node's, from the first rank of each node, and None from the others."""
+    """One rank's contribution to the inventory: the inventory of its node from a node leader, None from other ranks."""
 
     node: NodeInventory | None
 
     @classmethod
     def read(cls, directory: CheckpointDirectory | None, *, without: Collection[Path] = ()) -> RankInventory:
-        """Read it from the disk. Only the first rank of a node has a ``directory``."""
+        """Read it from the disk. ``directory`` is None except on node leaders."""
         return cls(None if directory is None else NodeInventory.read(directory, without=without))
 
     @classmethod
@@ -60,9 +80,9 @@ class RankInventory(Message):
 class Inventory(Message):
     """The checkpoints of all nodes.
 
-    ``complete`` has the steps intact on all nodes, from the same save, oldest first; ``skipped`` maps the other
-    directories to the reason. ``lost`` says whether one of those may have been complete. It is False if only some nodes
-    committed a first step: no tracker named it, so no reader relied on it.
+    ``complete`` has the complete steps, oldest first. ``skipped`` maps the names of the other directories to the
+    reason. ``lost`` says whether one of those may have been complete. For example, it is False if only some nodes have
+    committed the first step: no tracker has named this step, so no reader relies on it.
     """
 
     complete: list[int]
@@ -71,47 +91,66 @@ class Inventory(Message):
 
     @property
     def newest(self) -> int:
-        """The newest complete step, -1 if there is none."""
+        """The newest complete step, or -1 if no step is complete."""
         return max(self.complete, default=-1)
 
     def uncommitted(self, directory: CheckpointDirectory) -> list[Path]:
-        """Return the intact checkpoints in ``directory`` newer than the newest complete step."""
+        """Return the intact checkpoints in ``directory`` that are newer than the newest complete step."""
         return [info.path for info in directory.intact() if info.step > self.newest]
 
 
-def take_inventory(agreement: Agreement, directory: CheckpointDirectory | None) -> Inventory:
-    """Return the inventory of all nodes. A round of all ranks; the first rank of each node has a ``directory``."""
+def gather_inventory(agreement: Agreement, directory: CheckpointDirectory | None) -> Inventory:
+    """Return the inventory of all nodes. All ranks must call this; ``directory`` is None except on node leaders."""
     with agreement.round() as ranks:
         answers = ranks.gather(RankInventory.read(directory))
         return ranks.broadcast(None if answers is None else merge_inventories(answers), Inventory)
 
 
 def merge_inventories(answers: Sequence[RankInventory]) -> Inventory:
-    """Merge the inventories of all nodes. A step is complete if it is intact on every node, from the same save."""
+    """Merge the inventories of all nodes.
+
+    A step is complete if every node has an intact part of it, and all parts are from the same save. If some of the
+    nodes that saved it are absent, a tracker must also name this step or a later one. No tracker names a step before
+    all nodes have committed it.
+    """
     nodes = [answer.node for answer in answers if answer.node is not None]
-    holders = {
-        name: [number for number, node in enumerate(nodes) if name in node.intact]
-        for name in {name for node in nodes for name in node.intact}
-    }
-    on_all = {name for name in holders if len({node.intact.get(name) for node in nodes}) == 1}
-    newest = max(map(_step, on_all), default=-1)
-    # An older partial step was complete once: the nodes remove old steps one after the other.
-    partial = {name: having for name, having in holders.items() if name not in on_all and _step(name) > newest}
-    skipped = {name: _why_partial(nodes, having) for name, having in partial.items()}
-    incomplete = {name: reason for node in nodes for name, reason in node.skipped.items()}
-    announced = max(node.announced for node in nodes)
-    lost = bool(incomplete) or any(_step(name) <= announced for name in partial)
-    return Inventory(sorted(map(_step, on_all)), dict(sorted((skipped | incomplete).items())), lost)
+    announced_step = max(node.announced_step for node in nodes)
+    names = {name for node in nodes for name in node.intact}
+    on_all = {name for name in names if len(_save_ids(name, nodes)) == 1}
+    in_doubt = {name for name in on_all if _step(name) > announced_step and _lacks_parts(name, nodes)}
+    complete = sorted(map(_step, on_all - in_doubt))
+    newest = max(complete, default=-1)
+    # Older partial steps were complete once: the nodes do not remove old steps at the same moment.
+    partial = {name for name in names - (on_all - in_doubt) if _step(name) > newest}
+    damaged = {name: reason for node in nodes for name, reason in node.skipped.items()}
+    skipped = {name: _why_partial(name, nodes) for name in partial} | damaged
+    lost = bool(damaged or partial & in_doubt) or any(_step(name) <= announced_step for name in partial)
+    return Inventory(complete, dict(sorted(skipped.items())), lost)
 
 
-def _why_partial(nodes: Sequence[NodeInventory], having: Sequence[int]) -> str:
-    if len(having) == len(nodes):
-        return "the nodes have it of different saves"
-    named = ", ".join(f"{number} ({nodes[number].host})" for number in having)
-    return f"of {len(nodes)} nodes only {named} have it"
+def _save_ids(name: str, nodes: Sequence[NodeInventory]) -> set[str | None]:
+    """Return the save ids of the parts in the directories called ``name``, and None if a node lacks the directory."""
+    parts = [node.intact.get(name) for node in nodes]
+    return {None if part is None else part.save_id for part in parts}
+
+
+def _lacks_parts(name: str, nodes: Sequence[NodeInventory]) -> bool:
+    """Return whether some of the nodes that saved this step are absent. Every present node has a part."""
+    parts = [node.intact[name] for node in nodes]
+    return len({part.node for part in parts}) < parts[0].nodes
+
+
+def _why_partial(name: str, nodes: Sequence[NodeInventory]) -> str:
+    having = [f"{number} ({node.host})" for number, node in enumerate(nodes) if name in node.intact]
+    if len(having) < len(nodes):
+        return f"of {len(nodes)} nodes, only these have it: {', '.join(having)}"
+    if len(_save_ids(name, nodes)) > 1:
+        return "the nodes have parts of different saves"
+    saved_by = nodes[0].intact[name].nodes
+    return f"{saved_by} nodes saved it, some of them are absent, and no tracker names it: they may lack their parts"
 
 
 def _step(name: str) -> int:
     step = step_of(name)
-    assert step is not None, "find_checkpoints found it"
+    assert step is not None, "find_checkpoints returns directories of steps only"
     return step

@@ -1,4 +1,8 @@
-"""Which ranks share a directory: all of them, or the ranks of each node on a disk of its own."""
+"""Find out which ranks share a checkpoint directory: :class:`Node` and :func:`find_own_node`.
+
+On a shared file system all ranks share one directory. Otherwise each host has its own disk, and only its ranks share a
+directory.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,13 @@ from hwrl.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks with one directory, this rank among them: node ``number`` of ``count``.
+    """The ranks that share this rank's checkpoint directory. There are ``count`` nodes, numbered from 0.
 
-    ``agreement`` is among the ranks of the node. Its leader creates, renames and removes the directory's entries.
-    ``leaders`` is the agreement among the leaders of all nodes, and None on the other ranks.
+    A node is not a host: on a shared file system, the ranks of all hosts are one node.
+
+    ``agreement`` is among the ranks of this node. Its leader, the node leader, is the lowest rank. Only the node leader
+    creates, renames and removes names in the directory. ``leaders`` is the agreement among the leaders of all nodes; it
+    is None on all other ranks.
     """
 
     number: int
@@ -31,27 +38,27 @@ class Node:
 
     @property
     def rank(self) -> int:
-        """This rank's number on its node."""
+        """This rank's number among the ranks of its node."""
         return self.agreement.ranks.index(self.agreement.rank)
 
 
 @dataclass(frozen=True)
 class _Marker(Message):
-    """The name of a rank's file in its directory."""
+    """The name of a rank's marker file in its checkpoint directory."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Markers(Message):
-    """The names of all ranks' files, in the order of the ranks."""
+    """The names of all ranks' marker files, in the order of the ranks."""
 
     names: list[str]
 
 
 @dataclass(frozen=True)
-class Sight(Message):
-    """A rank on ``host`` sees the files of these ``ranks``."""
+class SeenRanks(Message):
+    """The ranks whose marker files one rank sees. ``host`` is the host of the rank that sees them."""
 
     host: str
     ranks: list[int]
@@ -64,8 +71,8 @@ class _NodeRanks(Message):
     nodes: list[list[int]]
 
 
-def join_node(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: float) -> Node:
-    """Return this rank's node."""
+def find_own_node(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: float) -> Node:
+    """Return this rank's node. Every rank of ``agreement`` must call this. See :func:`find_nodes`."""
     nodes = find_nodes(directory, fs, agreement, look_s=look_s)
     number = next(number for number, ranks in enumerate(nodes) if agreement.rank in ranks)
     own = agreement.among(nodes[number], name=f"node{number}")
@@ -74,11 +81,12 @@ def join_node(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: f
 
 
 def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: float) -> list[list[int]]:
-    """Return the ranks of each node, lowest first: one node if all ranks share ``directory``.
+    """Return the ranks of each node, in ascending order. If all ranks share ``directory``, there is one node.
 
-    Names of hosts and of file systems prove nothing. So every rank leaves a file with a random name and looks for the
-    files of the others. It looks for ``look_s`` if they do not appear, because a network file system may show a new
-    file late. Raises :class:`~hwrl.errors.CheckpointError` if the answers contradict each other.
+    The names of hosts and file systems do not tell whether two ranks share a directory. So every rank creates a marker
+    file with a random name in its directory, and looks for the marker files of all ranks. A network file system may
+    show a new file late, so a rank looks for up to ``look_s`` seconds. Raises
+    :class:`~hwrl.errors.CheckpointError` if what the ranks see is contradictory.
     """
     if len(agreement.ranks) == 1:
         return [list(agreement.ranks)]
@@ -89,19 +97,21 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: 
                 fs.mkdir(directory)
                 fs.write_file(marker, b"")
             markers = ranks.gather(_Marker(marker.name))
-            names = ranks.broadcast(None if markers is None else _Markers([one.name for one in markers]), _Markers)
+            all_names = None if markers is None else _Markers([rank_marker.name for rank_marker in markers])
+            names = ranks.broadcast(all_names, _Markers).names
         with agreement.round() as ranks:
-            sights = ranks.gather(Sight(socket.gethostname(), _look_for(names.names, directory, look_s=look_s)))
-            found = ranks.broadcast(None if sights is None else _NodeRanks(group_by_sight(sights)), _NodeRanks)
+            seen = ranks.gather(SeenRanks(socket.gethostname(), _look_for(names, directory, look_s=look_s)))
+            found = ranks.broadcast(None if seen is None else _NodeRanks(group_by_seen_ranks(seen)), _NodeRanks)
     finally:
         with contextlib.suppress(OSError):  # the next save removes it
             fs.remove_tree(marker)
-    with agreement.vote():  # all markers are removed; otherwise the first rank would sweep those of the others
+    # Wait until every rank has removed its marker. Otherwise the node leader would remove them as leftovers.
+    with agreement.vote():
         return found.nodes
 
 
 def _look_for(names: Sequence[str], directory: Path, *, look_s: float) -> list[int]:
-    """Return the ranks with a file in ``directory``."""
+    """Return the ranks whose marker files are in ``directory``. ``names`` has the name of each rank's marker."""
     deadline_s = time.monotonic() + look_s
     while True:
         seen = [rank for rank, name in enumerate(names) if (directory / name).exists()]
@@ -110,20 +120,21 @@ def _look_for(names: Sequence[str], directory: Path, *, look_s: float) -> list[i
         time.sleep(0.05)
 
 
-def group_by_sight(sights: Sequence[Sight]) -> list[list[int]]:
-    """Return the ranks of each node: they see each other's files, and no others."""
-    for rank, sight in enumerate(sights):
-        if rank not in sight.ranks:
+def group_by_seen_ranks(seen_by_rank: Sequence[SeenRanks]) -> list[list[int]]:
+    """Return the ranks of each node: ranks that see the marker files of each other and of no other rank."""
+    for rank, seen in enumerate(seen_by_rank):
+        if rank not in seen.ranks:
             raise CheckpointError(
-                f"the checkpoint directory of rank {rank} on {sight.host} already has a writer",
-                why="the file that this rank left there is gone: another run opened the directory or saved there",
+                f"the checkpoint directory of rank {rank} on {seen.host} already has a writer",
+                why="the marker file of this rank is gone: another run opened the directory, or saved there",
                 fix="end that run, or choose another directory",
             )
-        for other in sight.ranks:
-            if sights[other].ranks != sight.ranks:
+        for other in seen.ranks:
+            if seen_by_rank[other].ranks != seen.ranks:
                 raise CheckpointError(
-                    f"it cannot be told which ranks share a directory, rank {rank} on {sight.host} among them",
-                    why=f"it sees the files of ranks {sight.ranks}, and rank {other} those of {sights[other].ranks}",
-                    fix="give all ranks one directory, or the ranks of each node one on its own disk",
+                    f"cannot determine which ranks share a directory with rank {rank} on {seen.host}",
+                    why=f"rank {rank} sees the marker files of ranks {seen.ranks}, "
+                    f"but rank {other} sees those of ranks {seen_by_rank[other].ranks}",
+                    fix="give all ranks one shared directory, or the ranks of each host a directory on its own disk",
                 )
-    return sorted({tuple(sight.ranks): sight.ranks for sight in sights}.values())
+    return sorted({tuple(seen.ranks): seen.ranks for seen in seen_by_rank}.values())

@@ -1,4 +1,4 @@
-"""The protocol of a save, from the captured state to the commit: :class:`SaveProtocol`."""
+"""The save of one step, from the captured state to the commit and retention: :class:`Saver`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # the first step of torch's planner
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what torch's planner does first
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
@@ -35,11 +35,11 @@ from hwrl.checkpoint.saving.stages import (
     PlannedSave,
     RankFiles,
     RankPlan,
-    SaveOrder,
+    SaveDecision,
     SaveRequest,
     WrittenSave,
 )
-from hwrl.checkpoint.saving.state import StateReader, plan_items
+from hwrl.checkpoint.saving.state import CapturedStateReader, plan_items
 from hwrl.checkpoint.saving.tensor_files import write_tensor_files
 from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
@@ -48,14 +48,14 @@ EXPORT_NAME = "hf"
 
 
 @dataclass(frozen=True)
-class SaveProtocol:
-    """Saves one step at a time, on all ranks of ``agreement`` together.
+class Saver:
+    """Saves steps, one at a time. All ranks of ``agreement`` do it together.
 
-    ``path`` holds the checkpoints. ``directory`` is there on the first rank of each node: this rank creates, renames
-    and removes the entries of ``path``.
+    ``path`` is the checkpoint directory. ``directory`` is None except on node leaders: only they create, rename and
+    remove names in ``path``.
 
-    ``failed_verification`` are checkpoints with wrong content. This list is shared with :class:`ResumeProtocol`, which
-    fills it on every rank. The first rank of each node puts them aside in its next save, and empties its list.
+    ``failed_verification`` lists checkpoints in which a file had a wrong hash. :class:`Resumer` shares this list and
+    fills it, on every rank. At the next save, each node leader puts these checkpoints aside and empties its list.
     """
 
     path: Path
@@ -70,9 +70,9 @@ class SaveProtocol:
     def save(self, captured: CapturedSave) -> None:
         """Write and commit ``captured``, and release its state.
 
-        When this returns, the checkpoint is durable, the tracker names it, and older ones are removed, unless every
-        rank is about to raise its previous failure; then nothing is saved. Raises CheckpointSaveError on all ranks if
-        any rank fails.
+        When this returns, the checkpoint is durable, the tracker names it, and retention has removed old checkpoints.
+        Exception: if every rank has a pending error, nothing is saved. Raises CheckpointSaveError on all ranks if one
+        rank fails.
         """
         self.agreement.begin_call(captured.call)
         try:
@@ -87,7 +87,7 @@ class SaveProtocol:
             captured.state.close()
 
     def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
-        """Replace :meth:`save` on a rank that could not capture its state: raise ``error`` on all ranks."""
+        """Call this instead of :meth:`save` on a rank that could not capture its state. All ranks raise ``error``."""
         self.agreement.begin_call(call)
         with self.agreement.vote():
             if isinstance(error, HwrlError):
@@ -96,7 +96,10 @@ class SaveProtocol:
         raise AssertionError("the vote has failed")
 
     def _save_agreed(self, agreed: AgreedSave) -> None:
-        """Write, commit, announce, and remove old checkpoints. Each is a vote: all ranks have done the one before."""
+        """Write, commit, announce, and remove old checkpoints.
+
+        Each of these four is a vote, so no rank begins one before all ranks have succeeded in the one before it.
+        """
         step = agreed.captured.step
         try:
             with self.agreement.vote():
@@ -115,87 +118,88 @@ class SaveProtocol:
         except CheckpointSaveError:
             self._remove_draft(agreed.draft)
             raise
-        except Exception as exc:  # a rank is silent, or was; the step may be complete unless this rank has its draft
-            may_be_complete = not self._remove_draft(agreed.draft)
+        except Exception as exc:  # a rank fell silent, so others may have gone on to commit
+            may_be_complete = not self._remove_draft(agreed.draft)  # while this draft exists, the step is incomplete
             raise (_in_doubt if may_be_complete else _not_saved)(step, _reason(exc)) from exc
 
     # -- captured -> agreed -------------------------------------------------------------------------------------
 
     def _agree(self, captured: CapturedSave) -> AgreedSave | None:
-        """Have all ranks begin the same save; None if every rank raises its previous failure."""
+        """Agree with all ranks on this save. Return None if every rank has a pending error: nothing is saved then."""
         with self.agreement.round() as ranks:
             own = RankInventory.read(self.directory, without=self.failed_verification)
             request = SaveRequest(
                 captured.step,
-                captured.previous_save_succeeded,
+                captured.has_pending_error,
                 captured.extra,
                 captured.rank_extra,
                 inventory=own.node,
             )
             requests = ranks.gather(request)
-            order = ranks.broadcast(None if requests is None else self._order(captured.step, requests), SaveOrder)
-        if order.save_id is None:
+            decision = None if requests is None else self._decide(captured.step, requests)
+            decision = ranks.broadcast(decision, SaveDecision)
+        if decision.save_id is None:
             return None
         extra = None
         if requests is not None:
-            extra = ExtraState(requests[0].extra, [one.rank_extra for one in requests])
-        draft = draft_path(self.path, captured.step, order.save_id)
-        return AgreedSave(captured, order.save_id, draft, order.inventory, extra)
+            extra = ExtraState(requests[0].extra, [request.rank_extra for request in requests])
+        draft = draft_path(self.path, captured.step, decision.save_id)
+        return AgreedSave(captured, decision.save_id, draft, decision.inventory, extra)
 
-    def _order(self, step: int, requests: Sequence[SaveRequest]) -> SaveOrder:
-        """Check the requests of the ranks; return the save of all ranks."""
+    def _decide(self, step: int, requests: Sequence[SaveRequest]) -> SaveDecision:
+        """On rank 0, check the requests of all ranks and decide what they save."""
         inventory = merge_inventories([RankInventory(request.inventory) for request in requests])
-        if not any(request.previous_save_succeeded for request in requests):
-            return SaveOrder(None, inventory)
+        if all(request.has_pending_error for request in requests):
+            return SaveDecision(None, inventory)
         if len({request.step for request in requests}) > 1:
-            raise _not_saved(step, f"the ranks are at steps {[request.step for request in requests]}")
+            raise _not_saved(step, f"the ranks called save with different steps: {[req.step for req in requests]}")
         if step <= inventory.newest:
             raise CheckpointSaveError(
                 f"step {step} cannot be saved",
-                why=f"{self.path} already holds step {inventory.newest}, complete",
-                fix="save later steps only; to go back, move the newer checkpoints away first",
+                why=f"{self.path} already has the complete step {inventory.newest}",
+                fix="save a later step; to go back to an earlier one, first move the newer checkpoints away",
             )
-        return SaveOrder(os.urandom(8).hex(), inventory)
+        return SaveDecision(os.urandom(8).hex(), inventory)
 
     # -- agreed -> planned --------------------------------------------------------------------------------------
 
     def _plan(self, agreed: AgreedSave) -> PlannedSave:
-        """Create the draft, and assign the items to the ranks of the node."""
+        """Create this node's draft, and divide the items among the ranks of the node."""
         with self.node.agreement.round() as ranks:
             extra = self._share_extra(agreed.extra)
-            plan = plan_items(agreed.captured.state, max_item_nbytes=self.tuning.item_nbytes)
+            plan = plan_items(agreed.captured.state, max_item_nbytes=self.tuning.max_item_nbytes)
             plans = ranks.gather(RankPlan(encode_items(plan.items)))
             assignment = None
             if plans is not None:
-                self._begin_draft(agreed)
+                self._prepare_draft(agreed)
                 assignment = _assign(plans)
             assignment = ranks.broadcast(assignment, Assignment)
         items = [plan.items[position] for position in assignment.positions[self.node.rank]]
         return PlannedSave(agreed, plan, items, extra)
 
     def _share_extra(self, extra: ExtraState | None) -> ExtraState | None:
-        """Send the extra state from the first rank to the first rank of each node, for its ``extra.json``."""
+        """Send the extra state from rank 0 to all node leaders, which write ``extra.json``."""
         if self.node.leaders is None:
             return None
         with self.node.leaders.round() as leaders:
             return leaders.broadcast(extra, ExtraState)
 
-    def _begin_draft(self, agreed: AgreedSave) -> None:
-        """Correct the tracker, put bad checkpoints aside, and create the draft's directory."""
+    def _prepare_draft(self, agreed: AgreedSave) -> None:
+        """Correct the tracker, put aside checkpoints that cannot be resumed, and create the draft."""
         directory = self._own_directory
         if agreed.inventory.complete:
             directory.set_tracker(agreed.inventory.newest)
         directory.put_aside(sorted({*self.failed_verification, *agreed.inventory.uncommitted(directory)}))
-        self.failed_verification.clear()  # their names are free again, for good checkpoints
-        directory.begin(agreed.captured.step, agreed.save_id)
+        self.failed_verification.clear()  # later checkpoints with these names will be intact
+        directory.create_draft(agreed.captured.step, agreed.save_id)
 
     # -- planned -> written -------------------------------------------------------------------------------------
 
     def _write(self, planned: PlannedSave) -> WrittenSave:
-        """Write all files of this node. The state is released before the other ranks are waited for."""
+        """Write all files of this node. The state is released as soon as this rank's items are written."""
         captured, draft = planned.agreed.captured, planned.agreed.draft
         with self.node.agreement.round() as ranks:
-            reader = StateReader(captured.state, planned.plan, planned.items)
+            reader = CapturedStateReader(captured.state, planned.plan, planned.items)
             try:
                 entries = write_tensor_files(
                     self.fs, draft, self.agreement.rank, planned.items, planned.plan, reader, self.tuning
@@ -208,11 +212,11 @@ class SaveProtocol:
         return WrittenSave(captured, draft, manifest)
 
     def _complete_draft(self, planned: PlannedSave, ranks: Sequence[RankFiles]) -> Manifest:
-        """Add the export, layout, extra state and manifest, about the files of all ranks of the node."""
+        """On the node leader, add the export, layout, extra state and manifest to the files that ``ranks`` wrote."""
         agreed, extra = planned.agreed, planned.extra
-        assert extra is not None, "the first rank of a node has it"
-        files = {name: record for one in ranks for name, record in one.files.items()}
-        entries = [entry for one in ranks for entry in one.entries]
+        assert extra is not None, "a node leader has it"
+        files = {name: record for rank_files in ranks for name, record in rank_files.files.items()}
+        entries = [entry for rank_files in ranks for entry in rank_files.entries]
         manifest = self._manifest(agreed, files)
         if self.agreement.leads and agreed.captured.export is not None:
             self._export(agreed.captured.export, SavedTensors(CheckpointInfo(agreed.draft, manifest), entries))
@@ -225,9 +229,9 @@ class SaveProtocol:
         for path in sorted(directory.rglob("*")):
             if path.is_symlink():
                 raise CheckpointSaveError(
-                    f"the export made a symbolic link: {path.name}",
-                    why="a checkpoint holds files only",
-                    fix="write the file itself",
+                    f"the export created a symbolic link: {path.name}",
+                    why="a checkpoint may contain only regular files",
+                    fix="write the content into a file",
                 )
             if path.is_file():
                 self.fs.adopt_file(path)
@@ -248,7 +252,7 @@ class SaveProtocol:
     # -- written -> committed, announced ------------------------------------------------------------------------
 
     def _commit(self, written: WrittenSave) -> CommittedSave:
-        """Rename this node's draft. The checkpoint is complete when all nodes have."""
+        """On the node leader, give the draft its final name. When all nodes have done so, the step is complete."""
         if self.directory is not None:
             try:
                 self.directory.commit(written.draft, written.captured.step)
@@ -259,7 +263,7 @@ class SaveProtocol:
         return CommittedSave(written.captured, written.manifest)
 
     def _announce(self, committed: CommittedSave) -> None:
-        """Have the tracker name the step, and call ``after_commit``."""
+        """On the node leader, set the tracker to the step. On rank 0, then call ``after_commit``."""
         if self.directory is not None:
             try:
                 self.directory.set_tracker(committed.captured.step)
@@ -269,9 +273,10 @@ class SaveProtocol:
                 self._call_after_commit(committed)
 
     def _retain(self, step: int) -> None:
-        """Remove checkpoints beyond the newest ``keep``.
+        """On the node leader, remove all but the newest ``keep`` checkpoints.
 
-        A tracker of the caller may name one of them until ``after_commit`` has returned: no node removes it earlier.
+        Until ``after_commit`` has returned, a tracker of the caller may name an old checkpoint. So no node removes one
+        before that: this is a vote of its own.
         """
         if self.directory is not None:
             try:
@@ -283,22 +288,22 @@ class SaveProtocol:
         captured, manifest = committed.captured, committed.manifest
         if captured.after_commit is None:
             return
-        assert manifest is not None, "the first rank leads its node"
+        assert manifest is not None, "rank 0 is the leader of its node"
         try:
             captured.after_commit(CheckpointInfo(self.path / step_name(captured.step), manifest))
         except Exception as exc:
             raise _callback_failed(captured.step, _reason(exc)) from exc
 
     def _remove_draft(self, draft: Path) -> bool:
-        """Remove this node's draft if it is still one; return whether it was."""
+        """On the node leader, remove the draft if it still exists. Return whether it existed."""
         if self.directory is None or not draft.exists():
             return False
-        self.directory.abandon(draft)
+        self.directory.remove_draft(draft)
         return True
 
     @property
     def _own_directory(self) -> CheckpointDirectory:
-        assert self.directory is not None, "the first rank of a node has one"
+        assert self.directory is not None, "a node leader has one"
         return self.directory
 
 
@@ -306,27 +311,28 @@ class SaveProtocol:
 
 
 def _assign(plans: Sequence[RankPlan]) -> Assignment:
-    """Assign each item to one rank.
+    """Assign each item to one rank of the node.
 
-    A tensor goes to the rank with the least to write, any other value to the lowest rank: ranks may have different
-    values of one name.
+    If several ranks have the same item of a tensor, the rank with the fewest bytes to write gets it. A non-tensor value
+    goes to the lowest rank with its name, because different ranks may have different values. This is done for each node
+    separately: an item on two nodes is written on both.
     """
     decoded = [decode_plan(plan.items) for plan in plans]
-    kept = dedup_save_plans(_with_values_once(decoded))
+    kept = dedup_save_plans(_keep_lowest_values(decoded))
     return Assignment([_positions(*pair) for pair in zip(decoded, kept, strict=True)])
 
 
-def _with_values_once(plans: list[SavePlan]) -> list[SavePlan]:
-    """Keep each value that is no tensor on the lowest rank only."""
+def _keep_lowest_values(plans: list[SavePlan]) -> list[SavePlan]:
+    """Remove each non-tensor value from all plans but the first that has it."""
     taken: set[str] = set()
-    once = []
+    reduced = []
     for plan in plans:
         values = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
         new = values - taken
         items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn in new]
         taken |= values
-        once.append(replace(plan, items=items))
-    return once
+        reduced.append(replace(plan, items=items))
+    return reduced
 
 
 def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
@@ -340,7 +346,7 @@ def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
 def _reason(exc: Exception) -> str:
     if not isinstance(exc, HwrlError):
         return f"{type(exc).__name__}: {exc}"
-    return f"{exc.what}; {exc.why}" if exc.why else exc.what  # another rank's foreign error has no `why`
+    return f"{exc.what}; {exc.why}" if exc.why else exc.what  # an error of another rank may have no `why`
 
 
 def _not_saved(step: int, why: str) -> CheckpointSaveError:
@@ -351,9 +357,10 @@ def _not_saved(step: int, why: str) -> CheckpointSaveError:
 
 def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"step {step} is complete, but its name may not be durable, or the steps after that were not all done",
+        f"step {step} is complete, but not everything after the rename of its directory was done",
         why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-        fix="fix the cause; the next save sets the tracker and removes old checkpoints",
+        fix="fix the cause; the name may not be durable yet, and the next save sets the tracker and removes old "
+        "checkpoints",
     )
 
 
@@ -369,5 +376,5 @@ def _in_doubt(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"step {step} may or may not be complete",
         why=why,
-        fix="save a later step; resume finds the newest complete one",
+        fix="save a later step; resume loads the newest complete step in any case",
     )

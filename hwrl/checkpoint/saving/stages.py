@@ -1,6 +1,9 @@
-"""The stages of a save on one rank, and the messages between ranks.
+"""The stages of a save on one rank, and the messages that the ranks exchange between the stages.
 
-Each stage is immutable, and made from the one before: captured, agreed, planned, written, committed.
+The stages are captured, agreed, planned, written, committed. Each is immutable and made from the stage before it.
+
+Two kinds of leaders occur. Rank 0 leads all ranks. The node leader leads the ranks of one node: see
+:class:`~hwrl.checkpoint.saving.nodes.Node`. Rank 0 is also the leader of its node.
 """
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ from hwrl.checkpoint.saving.inventory import Inventory, NodeInventory
 from hwrl.checkpoint.saving.state import CapturedState, ItemPlan
 
 Export = Callable[[Path, SavedTensors], object]
-"""Writes files for other readers into an empty directory, from the saved tensors."""
+"""The caller's function that writes files for other readers: it gets an empty directory and the saved tensors."""
 AfterCommit = Callable[[CheckpointInfo], object]
-"""Is told about a complete checkpoint."""
+"""The caller's function that runs when the checkpoint is complete."""
 
 # -- stages ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CapturedSave:
-    """The arguments of ``save``, with the state held. ``call`` is the number of the call, equal on all ranks.
+    """The arguments of ``save``, with the captured state. ``call`` is the number of the call, the same on all ranks.
 
-    ``previous_save_succeeded`` is False if this rank will raise the previous save's failure. It then saves only if some
-    other rank has True.
+    ``has_pending_error`` says that this call of ``save`` will raise the error of the previous save. If that is so on
+    every rank, nothing is saved. If another rank has no pending error, it raised the error in an earlier call: then all
+    ranks save this step, and this rank raises its pending error afterwards.
     """
 
     call: int
@@ -44,15 +48,15 @@ class CapturedSave:
     rank_extra: Mapping[str, Any]
     export: Export | None
     after_commit: AfterCommit | None
-    previous_save_succeeded: bool
+    has_pending_error: bool
 
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """All ranks save this step. ``draft`` is the directory to write, named after ``save_id``.
+    """All ranks have agreed to save this step. ``draft`` is the directory to write; its name contains ``save_id``.
 
-    ``extra`` is the extra state of all ranks on the first rank, and None on the others: it may be too large to send
-    to every rank.
+    On rank 0, ``extra`` is the extra state of all ranks. On the other ranks it is None, because it may be too large to
+    send to every rank.
     """
 
     captured: CapturedSave
@@ -64,7 +68,10 @@ class AgreedSave:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """``items`` of ``plan`` are written by this rank. ``extra`` is there on the first rank of each node."""
+    """This rank has its share of the work: it writes ``items``, which are some of the items in ``plan``.
+
+    ``extra`` is the extra state of all ranks on node leaders, and None on other ranks.
+    """
 
     agreed: AgreedSave
     plan: ItemPlan
@@ -74,9 +81,9 @@ class PlannedSave:
 
 @dataclass(frozen=True)
 class WrittenSave:
-    """All files of this rank's node are durable in ``draft``, the manifest among them.
+    """Every file of this rank's node is durable in ``draft``, including the manifest.
 
-    ``manifest`` is there on the first rank of each node.
+    ``manifest`` is None except on node leaders.
     """
 
     captured: CapturedSave
@@ -86,7 +93,7 @@ class WrittenSave:
 
 @dataclass(frozen=True)
 class CommittedSave:
-    """The draft of this rank's node has its final name. When all ranks are here, the step is complete."""
+    """The draft of this rank's node has its final name. When all ranks reach this stage, the step is complete."""
 
     captured: CapturedSave
     manifest: Manifest | None
@@ -97,10 +104,10 @@ class CommittedSave:
 
 @dataclass(frozen=True)
 class SaveRequest(Message):
-    """What each rank wants to save. ``inventory`` is its node's, from the first rank of each node."""
+    """What one rank wants to save. ``inventory`` is the inventory of its node, and None except on node leaders."""
 
     step: int
-    previous_save_succeeded: bool
+    has_pending_error: bool
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     inventory: NodeInventory | None
@@ -113,8 +120,8 @@ class SaveRequest(Message):
 
 
 @dataclass(frozen=True)
-class SaveOrder(Message):
-    """The save of all ranks. ``save_id`` is None if every rank raises its previous failure: nothing is saved."""
+class SaveDecision(Message):
+    """What all ranks do now. ``save_id`` is the id of their save, or None if nothing is saved: see `CapturedSave`."""
 
     save_id: str | None
     inventory: Inventory
@@ -127,7 +134,7 @@ class SaveOrder(Message):
 
 @dataclass(frozen=True)
 class ExtraState(Message):
-    """The content of ``extra.json``: the first rank's ``extra``, and each rank's ``rank_extra``."""
+    """The content of ``extra.json``: the ``extra`` of rank 0, and the ``rank_extra`` of each rank."""
 
     all: Mapping[str, Any]
     ranks: list[Mapping[str, Any]]
@@ -135,21 +142,21 @@ class ExtraState(Message):
 
 @dataclass(frozen=True)
 class RankPlan(Message):
-    """The items of one rank's plan, encoded."""
+    """All items that one rank could write, encoded."""
 
     items: list[Json]
 
 
 @dataclass(frozen=True)
 class Assignment(Message):
-    """The items to write, for each rank of a node, as positions in the rank's plan."""
+    """Which rank of a node writes which items: for each rank, positions in its own plan."""
 
     positions: list[list[int]]
 
 
 @dataclass(frozen=True)
 class RankFiles(Message):
-    """One rank's files: their entries in the layout, and their records by name."""
+    """The files that one rank has written: their entries for the layout, and their records by name."""
 
     entries: list[Json]
     files: Mapping[str, FileRecord]

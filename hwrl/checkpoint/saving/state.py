@@ -1,4 +1,4 @@
-"""One rank's state in a save: :class:`CapturedState`, the plan of its items, and their :class:`StateReader`."""
+"""One rank's state in a save: :class:`CapturedState`, its :class:`ItemPlan`, and the :class:`CapturedStateReader`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from hwrl.checkpoint.format.layout import Keys
-from hwrl.checkpoint.format.planners import SafeSavePlanner, distinct_names
-from hwrl.checkpoint.format.shards import LocalShards, Offset, PartKey, local_parts
+from hwrl.checkpoint.format.layout import StatePath
+from hwrl.checkpoint.format.planners import SafeSavePlanner, duplicate_names_as
+from hwrl.checkpoint.format.shards import LocalKey, LocalShards, Offset, local_tensors
 from hwrl.checkpoint.format.split import split_item
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.errors import CheckpointSaveError, MemoryStateError
@@ -27,20 +27,26 @@ from hwrl.memory.slabs import alone
 
 @dataclass(frozen=True)
 class CapturedState:
-    """One rank's state, held for threads to write it while training goes on.
+    """One rank's state, kept until it is written. In a background save, training may change the original meanwhile.
 
-    Each tensor of the rank is in one of three places. ``on_host`` are the staged copies. ``buffered`` are read through
-    the staging's buffers: copies on the device, or in a foreground save the state's own tensors. ``offloaded`` have no
-    memory; ``offloader_copies``, lent by the offloader, hold their content. ``values`` are all other values, as bytes.
+    Each local tensor is in one of three mappings:
 
-    A tensor leaves ``buffered`` when it is written, and its memory is freed. ``close`` gives back the rest.
+    - ``on_host``: copies in the staging memory on the host. They are written from there.
+    - ``via_buffers``: tensors that are read through ``staging.buffers`` when they are written. They are copies on the
+      device or, in a foreground save, the caller's own tensors.
+    - ``offloaded``: tensors with empty storage. Their content is in ``offloader_copies``, lent by the offloader.
+
+    ``values`` has all non-tensor values, as bytes.
+
+    When a tensor in ``via_buffers`` has been written, it is removed from there, so that its memory can be freed.
+    ``close`` releases everything else.
     """
 
     planner: SafeSavePlanner
     values: Mapping[str, torch.Tensor | io.BytesIO]
-    on_host: Mapping[PartKey, torch.Tensor]
-    buffered: dict[PartKey, torch.Tensor]
-    offloaded: Mapping[PartKey, torch.Tensor]
+    on_host: Mapping[LocalKey, torch.Tensor]
+    via_buffers: dict[LocalKey, torch.Tensor]
+    offloaded: Mapping[LocalKey, torch.Tensor]
     offloader_copies: LentState
     staging: StagingMemory
     staged_nbytes: int
@@ -48,38 +54,40 @@ class CapturedState:
 
     @property
     def lent_nbytes(self) -> int:
-        """The bytes to read from the offloader's copies."""
+        """The bytes that are read from the offloader's copies."""
         return _nbytes(self.offloaded)
 
     def close(self) -> None:
-        """Release the tensors and the offloader's copies. May be called again."""
+        """Release the tensors and the offloader's copies. May be called more than once."""
         self.offloader_copies.give_back()
-        self.buffered.clear()
+        self.via_buffers.clear()
         self.staging.note_copies_freed()
 
 
 def capture_state(
     state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
 ) -> CapturedState:
-    """Hold ``state``; with ``copy``, the caller may change it as soon as this returns.
+    """Capture ``state``. With ``copy``, the caller may change it as soon as this returns.
 
-    Raises CheckpointSaveError for two values of one name, sparse tensors, and values that only a pickle could hold, and
-    MemoryStateError for an offloaded tensor without a copy in ``offloader``.
+    Without ``copy``, the tensors are not copied, and the caller must not change them until they are written.
+
+    Raises CheckpointSaveError for two values with the same name, for a sparse tensor, and for a value that could be
+    loaded only by executing a pickle. Raises MemoryStateError for an offloaded tensor without a copy in ``offloader``.
     """
     planner = SafeSavePlanner()
-    with distinct_names(CheckpointSaveError):
+    with duplicate_names_as(CheckpointSaveError):
         planner.set_up_planner(dict(state))
-    parts = local_parts(planner.state_dict)
-    for (name, _), tensor in parts:
+    tensors = local_tensors(planner.state_dict)
+    for (name, _), tensor in tensors:
         _require_dense(name, tensor)
-    offloaded = {key: tensor for key, tensor in parts if _is_offloaded(tensor)}
-    resident = {key: tensor for key, tensor in parts if key not in offloaded}
+    offloaded = {key: tensor for key, tensor in tensors if _is_offloaded(tensor)}
+    resident = {key: tensor for key, tensor in tensors if key not in offloaded}
     with contextlib.ExitStack() as undo:
         undo.callback(staging.note_copies_freed)
         if copy:
             with staging.copying(resident) as (on_host, on_device):
                 copies = _borrow(offloader, offloaded, undo)
-                values = _plain_values(planner)  # while the copies are made
+                values = _plain_values(planner)  # encoded while the copies are being made
             buffered = dict(on_device)
         else:
             copies = _borrow(offloader, offloaded, undo)
@@ -92,7 +100,7 @@ def capture_state(
         planner=planner,
         values=values,
         on_host=dict(on_host),
-        buffered=buffered,
+        via_buffers=buffered,
         offloaded=offloaded,
         offloader_copies=copies,
         staging=staging,
@@ -102,9 +110,9 @@ def capture_state(
 
 
 def _borrow(
-    offloader: OffloadedState | None, offloaded: Mapping[PartKey, torch.Tensor], undo: contextlib.ExitStack
+    offloader: OffloadedState | None, offloaded: Mapping[LocalKey, torch.Tensor], undo: contextlib.ExitStack
 ) -> LentState:
-    """Borrow all of the offloader's copies; raise if a tensor has none."""
+    """Borrow all copies of the offloader. Raise MemoryStateError if one of ``offloaded`` has no copy there."""
     copies: LentState = HostCopies([]) if offloader is None else offloader.lend_all()
     undo.callback(copies.give_back)
     for (name, _), tensor in offloaded.items():
@@ -114,7 +122,7 @@ def _borrow(
 
 
 def _plain_values(planner: SafeSavePlanner) -> dict[str, torch.Tensor | io.BytesIO]:
-    """Return the values that are no tensors, as bytes."""
+    """Return the non-tensor values as bytes, by name."""
     return {
         name: planner.resolve_data(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         for name, value in planner.state_dict.items()
@@ -127,44 +135,44 @@ def _plain_values(planner: SafeSavePlanner) -> dict[str, torch.Tensor | io.Bytes
 
 @dataclass(frozen=True)
 class ItemPlan:
-    """The items of one rank, none of them large, offloaded tensors first.
+    """The items of one rank. Large tensors are split into several items, and the items of offloaded tensors come first.
 
-    ``keys`` maps each name to its place in the nested state. ``origins`` maps each item to its part of the
-    state, and to its offset there.
+    ``state_paths`` maps each name to its path in the nested state. ``origins`` maps each item to its local tensor, and
+    to the item's offset in this tensor.
     """
 
     items: list[WriteItem]
-    keys: Mapping[str, Keys]
-    origins: Mapping[tuple[str, Offset], tuple[PartKey, Offset]]
+    state_paths: Mapping[str, StatePath]
+    origins: Mapping[tuple[str, Offset], tuple[LocalKey, Offset]]
 
-    def origin_of(self, item: WriteItem) -> tuple[PartKey, Offset]:
-        """Return the part of the state with ``item``, and the offset of ``item`` in it."""
+    def origin_of(self, item: WriteItem) -> tuple[LocalKey, Offset]:
+        """Return the key of the local tensor with ``item``, and the offset of ``item`` in it."""
         return self.origins[_item_key(item)]
 
 
 def plan_items(captured: CapturedState, *, max_item_nbytes: int) -> ItemPlan:
-    """Return the plan of a captured state. Tensors of more than ``max_item_nbytes`` are split."""
+    """Return the plan for a captured state. Tensors of more than ``max_item_nbytes`` are split."""
     planner = captured.planner
     plan = planner.create_local_plan()
     items: list[WriteItem] = []
-    origins: dict[tuple[str, Offset], tuple[PartKey, Offset]] = {}
+    origins: dict[tuple[str, Offset], tuple[LocalKey, Offset]] = {}
     for whole in plan.items:
-        if _is_empty_part(whole):
+        if _is_empty_shard(whole):
             continue
         name = whole.index.fqn
-        is_sharded = isinstance(planner.state_dict[name], LocalShards)
-        part = (name, tuple(whole.index.offset or ()) if is_sharded else None)
+        is_rectangle = isinstance(planner.state_dict[name], LocalShards)
+        key = (name, tuple(whole.index.offset or ()) if is_rectangle else None)
         for begin, item in split_item(whole, max_nbytes=max_item_nbytes):
             items.append(item)
-            origins[_item_key(item)] = part, begin
+            origins[_item_key(item)] = key, begin
     items.sort(key=lambda item: origins[_item_key(item)][0] not in captured.offloaded)
     return ItemPlan(items, plan.planner_data, origins)
 
 
-def _is_empty_part(item: WriteItem) -> bool:
-    """Return whether ``item`` is an empty part of a tensor that has elements.
+def _is_empty_shard(item: WriteItem) -> bool:
+    """Return whether ``item`` is an empty shard of a tensor that has elements.
 
-    It has nothing to save, but may have the name and the offset of a part that has.
+    It must be left out: another rank may have a non-empty shard with the same name and offset.
     """
     data = item.tensor_data
     return data is not None and 0 in data.chunk.sizes and 0 not in data.size
@@ -177,78 +185,78 @@ def _item_key(item: WriteItem) -> tuple[str, Offset]:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-class StateReader:
-    """Reads ``items`` of a plan, each once, from any threads.
+class CapturedStateReader:
+    """Reads the content of ``items`` from a captured state in memory. Any thread may read; each item is read once.
 
-    Each offloaded tensor is borrowed separately, until its last item is read: an offload waits for it and for nothing
-    else. A tensor on the device is dropped when its last item is read. Parts of the state without an item are released
-    at once: another rank writes them.
+    From each offloaded tensor with an item here, the offloader's copy is borrowed until its last item has been read. So
+    an offload waits for these copies only. A tensor in ``via_buffers`` is dropped when its last item has been read. All
+    other tensors are released at once, because another rank writes them.
     """
 
     def __init__(self, captured: CapturedState, plan: ItemPlan, items: Sequence[WriteItem]) -> None:
         self._captured, self._plan = captured, plan
         self._unread = Counter(plan.origin_of(item)[0] for item in items)
         self._lock = threading.Lock()
-        self._lent: dict[PartKey, LentTensor] = {}
-        for part in captured.offloaded.keys() & self._unread.keys():
-            copy = captured.offloader_copies.lend(captured.offloaded[part])
-            assert copy is not None, "it was there when the state was captured"
-            self._lent[part] = copy
+        self._lent: dict[LocalKey, LentTensor] = {}
+        for key in captured.offloaded.keys() & self._unread.keys():
+            copy = captured.offloader_copies.lend(captured.offloaded[key])
+            assert copy is not None, "capture_state has checked that the offloader has a copy"
+            self._lent[key] = copy
         captured.offloader_copies.give_back()
-        for part in captured.buffered.keys() - self._unread.keys():
-            del captured.buffered[part]
+        for key in captured.via_buffers.keys() - self._unread.keys():
+            del captured.via_buffers[key]
 
     @contextlib.contextmanager
     def reading(self, item: WriteItem) -> Iterator[torch.Tensor | io.BytesIO]:
-        """Yield the content of ``item``: a tensor on the host, or bytes."""
+        """Yield the content of ``item``: a tensor on the host, or the bytes of a non-tensor value."""
         if item.type is WriteItemType.BYTE_IO:
             yield self._captured.values[item.index.fqn]
             return
-        part, begin = self._plan.origin_of(item)
+        key, begin = self._plan.origin_of(item)
         assert item.tensor_data is not None, "it is a tensor"
         cut = tuple(slice(at, at + size) for at, size in zip(begin, item.tensor_data.chunk.sizes, strict=True))
-        with self._on_host(part, cut) as tensor:
+        with self._on_host(key, cut) as tensor:
             yield tensor
         with self._lock:
-            self._unread[part] -= 1
-            if not self._unread[part]:
-                self._release(part)
+            self._unread[key] -= 1
+            if not self._unread[key]:
+                self._release(key)
 
     @contextlib.contextmanager
-    def _on_host(self, part: PartKey, cut: tuple[slice, ...]) -> Iterator[torch.Tensor]:
-        if part in self._captured.buffered:
-            with self._captured.staging.buffers.reading(self._captured.buffered[part][cut]) as tensor:
+    def _on_host(self, key: LocalKey, cut: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        if key in self._captured.via_buffers:
+            with self._captured.staging.buffers.reading(self._captured.via_buffers[key][cut]) as tensor:
                 yield tensor
             return
-        whole = self._lent[part].tensor if part in self._lent else self._captured.on_host[part]
+        whole = self._lent[key].tensor if key in self._lent else self._captured.on_host[key]
         yield alone(whole[cut].contiguous())
 
-    def _release(self, part: PartKey) -> None:
-        self._captured.buffered.pop(part, None)
-        if part in self._lent:
-            self._lent[part].give_back()
+    def _release(self, key: LocalKey) -> None:
+        self._captured.via_buffers.pop(key, None)
+        if key in self._lent:
+            self._lent[key].give_back()
 
     def close(self) -> None:
-        """Give back all copies still lent. May be called again."""
+        """Give back all copies that are still lent. May be called more than once."""
         for copy in self._lent.values():
             copy.give_back()
 
 
-# -- tensors without memory -----------------------------------------------------------------------------------------
+# -- tensors that cannot be saved -----------------------------------------------------------------------------------
 
 
-def require_memory(state: Mapping[str, Any]) -> None:
-    """Raise MemoryStateError if a tensor of a flat state is offloaded."""
-    for (name, _), tensor in local_parts(state):
+def require_storage(state: Mapping[str, Any]) -> None:
+    """Raise MemoryStateError if a tensor of a flat state is offloaded, so that its storage is empty."""
+    for (name, _), tensor in local_tensors(state):
         if _is_offloaded(tensor):
             raise _offloaded_error(name)
 
 
 def _offloaded_error(name: str) -> MemoryStateError:
     return MemoryStateError(
-        f"{name!r} has no memory",
-        why="it is offloaded",
-        fix="give save its `offloader=`, or save and resume inside `with offloader.loaded():`",
+        f"{name!r} has no storage",
+        why="the tensor is offloaded",
+        fix="pass `offloader=` to save; or save and resume inside `with offloader.loaded():`",
     )
 
 
@@ -257,7 +265,7 @@ def _require_dense(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointSaveError(
             f"state {name!r} cannot be saved",
             why=f"it is a {tensor.layout} tensor",
-            fix="save it as to_dense(), or the tensors that make it up",
+            fix="save its to_dense(), or save the tensors that it consists of",
         )
 
 
@@ -265,5 +273,5 @@ def _is_offloaded(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
-def _nbytes(tensors: Mapping[PartKey, torch.Tensor]) -> int:
+def _nbytes(tensors: Mapping[LocalKey, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""A rank's items in files, several written at a time: :func:`write_tensor_files`."""
+"""Write a rank's items into several files in parallel: :func:`write_tensor_files`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.layout import Json, encode_entry
-from hwrl.checkpoint.saving.state import ItemPlan, StateReader
+from hwrl.checkpoint.saving.state import CapturedStateReader, ItemPlan
 from hwrl.checkpoint.saving.tuning import SaveTuning
 
 _ResultT = TypeVar("_ResultT")
@@ -28,46 +28,51 @@ def write_tensor_files(
     rank: int,
     items: Sequence[WriteItem],
     plan: ItemPlan,
-    reader: StateReader,
+    reader: CapturedStateReader,
     tuning: SaveTuning,
 ) -> list[Json]:
-    """Write ``items`` into files ``__<rank>_<number>.distcp``, as torch's writer does; return the layout's entries.
+    """Write ``items`` into files ``__<rank>_<number>.distcp``. Return the entries for the layout.
 
-    All files are durable when this returns. If files fail, raises the error of the first one when all have ended.
+    The files have the names and the format of torch's writer; ``.metadata`` is written later. When this returns, the
+    content of all files is durable. If files fail, this waits for all of them and raises the error of the first.
     """
 
-    def write(number: int, share: list[WriteItem]) -> list[Json]:
+    def write(number: int, file_items: list[WriteItem]) -> list[Json]:
         name = f"__{rank}_{number}.distcp"
         with fs.create_stream(directory / name, "wb") as stream:
-            return [_write_item(stream, name, item, plan, reader) for item in share]
+            return [_write_item(stream, name, item, plan, reader) for item in file_items]
 
     written = _run_in_threads(
-        [functools.partial(write, *numbered) for numbered in enumerate(_share_out(items, tuning))]
+        [functools.partial(write, *numbered) for numbered in enumerate(_divide_over_files(items, tuning))]
     )
     return [entry for entries in written for entry in entries]
 
 
-def _write_item(stream: Any, name: str, item: WriteItem, plan: ItemPlan, reader: StateReader) -> Json:
+def _write_item(stream: Any, name: str, item: WriteItem, plan: ItemPlan, reader: CapturedStateReader) -> Json:
     start = stream.tell()
     with reader.reading(item) as data:
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
             torch.save(data, stream)
-    return encode_entry(item, keys=plan.keys[item.index.fqn], file=name, start=start, nbytes=stream.tell() - start)
+    state_path, nbytes = plan.state_paths[item.index.fqn], stream.tell() - start
+    return encode_entry(item, state_path=state_path, file=name, start=start, nbytes=nbytes)
 
 
-def _share_out(items: Sequence[WriteItem], tuning: SaveTuning) -> list[list[WriteItem]]:
-    """Divide ``items`` evenly over files, the largest first. Within a file they keep their order."""
+def _divide_over_files(items: Sequence[WriteItem], tuning: SaveTuning) -> list[list[WriteItem]]:
+    """Divide ``items`` into files of about equal size. Within a file, the items keep their order.
+
+    The items are placed in descending order of size, each into the file that is the smallest so far.
+    """
     sizes = [_nbytes(item) for item in items]
     count = max(1, min(tuning.max_files, sum(sizes) // tuning.min_file_nbytes))
-    shares: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
+    positions: list[list[int]] = [[] for _ in range(count)]
+    file_nbytes = [0] * count
     for position in sorted(range(len(items)), key=lambda position: -sizes[position]):
-        emptiest = filled.index(min(filled))
-        shares[emptiest].append(position)
-        filled[emptiest] += sizes[position]
-    return [[items[position] for position in sorted(share)] for share in shares]
+        smallest = file_nbytes.index(min(file_nbytes))
+        positions[smallest].append(position)
+        file_nbytes[smallest] += sizes[position]
+    return [[items[position] for position in sorted(in_file)] for in_file in positions]
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -76,7 +81,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _run_in_threads(actions: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
-    """Run each action in a thread of its own. An executor would refuse work while the program is ending."""
+    """Run each action in its own thread. (An executor cannot be used: it refuses work while the interpreter exits.)"""
     futures: list[Future[_ResultT]] = [Future() for _ in actions]
 
     def run(action: Callable[[], _ResultT], future: Future[_ResultT]) -> None:
@@ -89,8 +94,8 @@ def _run_in_threads(actions: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]
     for thread in threads:
         thread.start()
     try:
-        wait(futures)  # not Thread.join: after an interrupt it takes a running thread for ended (bpo-45274)
-    except BaseException:  # an interrupt: the threads still read the state, and the caller will change it
+        wait(futures)  # not Thread.join: after an interrupt it can report a running thread as ended (bpo-45274)
+    except BaseException:  # an interrupt: wait for the threads, because they read a state that the caller will change
         wait(futures)
         raise
     return [future.result() for future in futures]

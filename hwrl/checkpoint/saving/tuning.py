@@ -1,4 +1,4 @@
-"""Sizes and times of a save: :class:`SaveTuning`."""
+"""Sizes and time limits of a save: :class:`SaveTuning`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hwrl.checkpoint.format.split import MAX_ITEM_NBYTES
 
 @dataclass(frozen=True)
 class SaveTuning:
-    """Sizes and times of a save. Programs keep the defaults; tests use smaller ones, to take every path."""
+    """Sizes and time limits of a save. Keep the defaults; tests use smaller values to reach every branch."""
 
-    item_nbytes: int = MAX_ITEM_NBYTES
-    """The most to read from the device, or by a load, at once. Larger tensors are saved in pieces."""
+    max_item_nbytes: int = MAX_ITEM_NBYTES
+    """The largest item: what a save reads from the device at once, and a load into memory. Larger tensors are split."""
     max_files: int = 4
-    """Files of tensors for each rank. A thread writes and hashes each; both release the interpreter's lock."""
+    """The most tensor files of one rank. One thread writes and hashes each file, mostly without the GIL."""
     min_file_nbytes: int = 64 << 20
-    """A rank with fewer bytes for each file writes fewer files."""
+    """A rank writes fewer files than ``max_files`` if its files would be smaller than this."""
     clone_batch_nbytes: int = 512 << 20
-    """Device memory is allocated, and freed, in batches of this size: each allocation takes milliseconds."""
+    """Copies on the device are allocated and freed in batches of this size: each allocation takes milliseconds."""
     look_s: float = 2.0
-    """How long a rank looks for the files of ranks on other nodes. A network file system may show new files late."""
+    """How long a rank looks for the marker files of the other ranks. A network file system may show a new file late."""

@@ -25,7 +25,8 @@ def _manager(directory: Path) -> CheckpointManager:
 
 def test_a_second_writer_is_refused_with_the_owner_named(tmp_path: Path) -> None:
     begin = datetime.now(UTC).replace(microsecond=0)
-    owner = rf"this very process is not closed: process {os.getpid()} on {socket.gethostname()} has it since (\S+)"
+    process = rf"process {os.getpid()} on {socket.gethostname()}"
+    owner = rf"this process has another open manager on it: {process} has held the lock since (\S+)"
     with _manager(tmp_path):
         with pytest.raises(CheckpointError, match=f"(?s)already has a writer.*{owner}") as caught:
             _manager(tmp_path)
@@ -74,7 +75,7 @@ def test_a_lock_file_that_says_nonsense_is_taken_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has not written its name"):
         DirectoryLock(tmp_path)
     (tmp_path / LOCK_NAME).write_bytes(b"\xff")
-    assert find_owner(tmp_path) == "its owner has not written its name"
+    assert find_owner(tmp_path) == "its owner has not written its name into the lock file"
     lock.close()
 
 
@@ -129,7 +130,7 @@ def test_a_reader_that_locks_after_the_removal_is_told(
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with (
-        pytest.raises(CheckpointCorruptError, match="replaced meanwhile" if again else "No such file"),
+        pytest.raises(CheckpointCorruptError, match="replaced while it was being opened" if again else "No such file"),
         hold_for_reading(info),
     ):
         raise AssertionError("it holds nothing")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, find_checkpoints
 from hwrl.checkpoint.format.copies import copy_for_torch
-from hwrl.checkpoint.format.layout import are_apart
+from hwrl.checkpoint.format.layout import are_disjoint
 from hwrl.checkpoint.format.manifest import hold_for_reading, inspect_checkpoint, verify_files
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.testing.processes import run_processes
@@ -172,28 +172,28 @@ DAMAGES = [
     (_truncate, "has 100 bytes and the manifest says"),
     (_flip_tensor, "content of __0_0.distcp does not match"),
     (_flip_extra, "content of extra.json does not match"),
-    (_flip_manifest, "does not match its own hash"),
+    (_flip_manifest, "its manifest does not match the hash in it"),
     (_remove_manifest, "MANIFEST.json is missing"),
     (_empty_manifest, "MANIFEST.json cannot be read"),
     (_list_manifest, "MANIFEST.json cannot be read"),
     (_remove_file, "layout.json is missing"),
     (_link_file, "__0_0.distcp is a symbolic link"),
     (_link_directory, "it is a symbolic link"),
-    (_leave, "'../outside', which is no path inside it"),
-    (_absolute, "'/etc/hostname', which is no path inside it"),
-    (_other_step, "its manifest is of step 7"),
-    (_other_schema, "its schema is not 2"),
+    (_leave, "'../outside', which is not a path inside it"),
+    (_absolute, "'/etc/hostname', which is not a path inside it"),
+    (_other_step, "its manifest is for step 7"),
+    (_other_schema, "the schema of its manifest is not 2"),
     (_bad_field, "MANIFEST.json cannot be read"),
     (_text_for_number, "MANIFEST.json cannot be read"),
     (_no_time, "MANIFEST.json cannot be read"),
     (_brackets, "MANIFEST.json cannot be read"),
     (_no_text, "MANIFEST.json cannot be read"),
     (_endless_manifest, "MANIFEST.json has more than"),
-    (_pipe_for_file, "extra.json is a symbolic link or no regular file"),
+    (_pipe_for_file, "extra.json is a symbolic link or not a regular file"),
     (_file_for_directory, "Not a directory"),
     (_null_in_name, "null"),
-    (_unnamed_extra, "its manifest does not name extra.json"),
-    (_no_files, "its manifest does not name layout.json"),
+    (_unnamed_extra, "its manifest does not list extra.json"),
+    (_no_files, "its manifest does not list layout.json"),
 ]
 
 
@@ -328,16 +328,16 @@ def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
     ("change", "reason"),
     [
         ({"file": "../outside"}, "names '../outside'"),
-        ({"start": -1}, "lies outside"),
-        ({"nbytes": 1 << 40}, "lies outside"),
-        ({"dtype": "load"}, "no dtype"),
+        ({"start": -1}, "lie outside"),
+        ({"nbytes": 1 << 40}, "lie outside"),
+        ({"dtype": "load"}, "is not a dtype"),
         ({"kind": "ODD"}, "cannot be read"),
         ({"offsets": "x"}, "cannot be read"),
-        ({"sizes": [63]}, "'weight' do not make up the whole"),
-        ({"sizes": [65]}, "'weight' do not make up the whole"),
-        ({"offsets": [-1]}, "'weight' do not make up the whole"),
+        ({"sizes": [63]}, "'weight' overlap or do not cover the tensor"),
+        ({"sizes": [65]}, "'weight' overlap or do not cover the tensor"),
+        ({"offsets": [-1]}, "'weight' overlap or do not cover the tensor"),
         ({"offsets": [0, 0]}, "cannot be read"),
-        ({"shape": [10**12], "sizes": [10**12]}, "'weight' has no room in its"),
+        ({"shape": [10**12], "sizes": [10**12]}, "'weight' needs more than its"),
         ({"shape": [10**30], "sizes": [10**30]}, "cannot be read"),
     ],
 )
@@ -382,7 +382,7 @@ def test_a_layout_with_parts_missing_or_twice_loads_nothing(tmp_path: Path, doub
     state: dict[str, Any] = {"weight": torch.zeros(64), "count": 0}
     with (
         CheckpointManager(tmp_path, backend=BACKEND) as manager,
-        pytest.raises(CheckpointCorruptError, match="do not make up the whole"),
+        pytest.raises(CheckpointCorruptError, match="overlap or do not cover the tensor"),
     ):
         manager.resume(state)
     assert not state["weight"].any()
@@ -408,7 +408,7 @@ def test_thousands_of_parts_take_no_memory_for_each_pair_of_them(tmp_path: Path)
     weight = next(entry for entry in entries if entry["name"] == "weight")
     forged = [{**weight, "shape": [30_000], "offsets": [at], "sizes": [1]} for at in range(30_000)]
     _plant(step, "layout.json", json.dumps([*forged, *(one for one in entries if one is not weight)]).encode())
-    assert "in __0_0.distcp, which are not there" in run_processes(_resume_with_little_memory, 1, tmp_path)[0]
+    assert "in __0_0.distcp, which has fewer" in run_processes(_resume_with_little_memory, 1, tmp_path)[0]
 
 
 @given(
@@ -420,7 +420,7 @@ def test_chunks_are_apart_if_no_two_of_them_share_an_element(chunks: list[list[t
     elements = [set(itertools.product(*(range(begin, begin + length) for begin, length in chunk))) for chunk in chunks]
     apart = not any(one & other for one, other in itertools.combinations(elements, 2))
     assert (
-        are_apart(
+        are_disjoint(
             [
                 ChunkStorageMetadata(torch.Size([begin for begin, _ in one]), torch.Size([length for _, length in one]))
                 for one in chunks

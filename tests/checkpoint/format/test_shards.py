@@ -58,7 +58,7 @@ def test_a_nodes_part_is_not_sealed_if_no_load_could_read_it(tmp_path: Path) -> 
     whole = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [4], "offsets": [0], "sizes": [4], **places}
     half = {**whole, "offsets": [2], "sizes": [2]}
     manifest = Manifest(1, "id", 1, weight_version=0, saved_unix_s=0.0, versions={}, files={}, nodes=2)
-    with pytest.raises(ValueError, match="do not make up the whole"):
+    with pytest.raises(ValueError, match="overlap or do not cover the tensor"):
         seal(DurableFS(), tmp_path, [whole, half], {}, manifest)
     seal(DurableFS(), tmp_path, [half], {}, manifest)
 
@@ -99,7 +99,8 @@ def test_no_copy_of_a_piece_has_a_gradient_function(tmp_path: Path) -> None:
 def test_an_empty_piece_does_not_replace_a_part_with_the_same_offset(tmp_path: Path) -> None:
     values = torch.arange(8.0)
     state = {"one": LocalShards((8,), torch.float32, {(0,): values, (4,): torch.empty(0)})}
-    with CheckpointManager(tmp_path, backend=BACKEND, tuning=SaveTuning(item_nbytes=16)) as manager:  # [0, 4), [4, 8)
+    tuning = SaveTuning(max_item_nbytes=16)  # [0, 4), [4, 8)
+    with CheckpointManager(tmp_path, backend=BACKEND, tuning=tuning) as manager:
         manager.save(1, state)
         plain, none = {"one": torch.zeros(8)}, {"empty": LocalShards((0, 3), torch.float32, {})}
         manager.resume(plain)

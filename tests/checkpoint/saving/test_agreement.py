@@ -328,12 +328,12 @@ def _save_and_resume_own_names(group: Group, directory: Path) -> list[str]:
 
 def test_names_that_only_some_ranks_have_are_resumed_by_them_and_missed_if_no_rank_has_them(tmp_path: Path) -> None:
     for unknown, missing in on_ranks(_save_and_resume_own_names, 2, tmp_path):
-        assert unknown == "it has 1 more entries, among them 'model.layers.1'"
-        assert missing == "it lacks 1 entries, among them 'new'"
+        assert unknown == "the state lacks 1 of the checkpoint's names, for example 'model.layers.1'"
+        assert missing == "the checkpoint lacks 1 of the state's names, for example 'new'"
 
 
 def _give_torchs_group(group: Group, directory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ProcessGroup.* is not possible"):
+    with pytest.raises(ConfigError, match=r"ProcessGroup.* is not allowed"):
         open_manager(dist.group.WORLD, directory)  # type: ignore[arg-type]  # is refused
     open_manager(Comm(BACKEND).default_group(), directory).close()
 

@@ -43,7 +43,7 @@ def export_model(directory: Path, saved: SavedTensors) -> None:
 @MODES
 def test_an_export_writes_the_saved_tensors_and_not_the_changed_ones(tmp_path: Path, async_save: bool) -> None:
     fs, saved = Gated(), state(1)
-    with open_manager(tmp_path, async_save=async_save, fs=fs, tuning=SaveTuning(item_nbytes=64)) as opened:
+    with open_manager(tmp_path, async_save=async_save, fs=fs, tuning=SaveTuning(max_item_nbytes=64)) as opened:
         if not async_save:
             fs.gate.set()
         opened.save(1, saved, export=export_model)

@@ -176,7 +176,7 @@ def test_outside_of_lending_an_offloaded_state_is_refused(tmp_path: Path) -> Non
             state_of(model, optimizer)
         with offloader.lending():
             state = state_of(model, optimizer)
-            with pytest.raises(MemoryStateError, match="has no memory"):
+            with pytest.raises(MemoryStateError, match="has no storage"):
                 opened.save(1, state)
             with pytest.raises(MemoryStateError, match="are offloaded"):
                 model(torch.ones(2, 8))

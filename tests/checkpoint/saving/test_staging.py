@@ -61,7 +61,7 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 @pytest.fixture(params=[16, 1000, 32 << 20], ids=["tiny pieces", "pieces", "whole"])
 def tuning(request: pytest.FixtureRequest) -> SaveTuning:
-    return SaveTuning(item_nbytes=int(request.param), min_file_nbytes=1000)  # several threads
+    return SaveTuning(max_item_nbytes=int(request.param), min_file_nbytes=1000)  # several threads
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so when one process loads
@@ -83,7 +83,7 @@ def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
         assert report.cloned_nbytes == nbytes * (staging == "device")
         assert report.staged_nbytes == nbytes * (async_save and staging == "host")
         if report.staged_nbytes == 0:
-            assert report.held_nbytes <= tuning.max_files * (tuning.item_nbytes + 64)
+            assert report.held_nbytes <= tuning.max_files * (tuning.max_item_nbytes + 64)
         found = state_of(2)
         assert manager.resume(found) is not None
     assert_same(found, state_of(1))
@@ -126,7 +126,7 @@ def test_a_tensor_is_divided_into_small_contiguous_pieces_that_make_it_up(
 def test_device_memory_is_given_back_while_the_save_runs_and_the_host_needs_a_ring_only(
     tmp_path: Path,
 ) -> None:
-    tuning = SaveTuning(item_nbytes=1 << 20)
+    tuning = SaveTuning(max_item_nbytes=1 << 20)
     backend, fs, nbytes = Roomy(), Halting("sync"), 40 << 20
     state = {"large": torch.ones(nbytes // 4)}
     options: dict[str, Any] = {"async_save": True, "staging": "device", "tuning": tuning}
@@ -198,7 +198,7 @@ def test_a_closed_manager_saves_and_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_in_the_foreground_is_not_staged(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not possible without async_save"):
+    with pytest.raises(ConfigError, match="not allowed without async_save"):
         CheckpointManager(tmp_path, staging="device", backend=Roomy())
 
 
@@ -232,7 +232,7 @@ def test_what_has_no_room_on_the_device_is_staged_on_the_host(
             tensor.zero_()
         assert manager.resume(state) is not None
     assert (report.cloned_nbytes, report.staged_nbytes) == ((0, 4400) if full else (400, 4000))
-    assert f"{report.staged_nbytes} bytes of the state have no room on the device" in caplog.text
+    assert f"{report.staged_nbytes} bytes of the state do not fit on the device" in caplog.text
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor), name
 

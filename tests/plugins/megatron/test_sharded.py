@@ -403,11 +403,11 @@ def disagree(rank: int, demo: Path, group: Group) -> None:
     whole = ShardedTensor.from_rank_offsets("w", torch.ones(4), replica_id=rank)
     half = ShardedTensor("w", torch.ones(2), torch.float32, (2,), (4,), (2,), None, replica_id=rank)
     with CheckpointManager(demo / "other", group=group) as manager:
-        with pytest.raises(CheckpointSaveError, match="do not make up the whole"):
+        with pytest.raises(CheckpointSaveError, match="overlap or do not cover the tensor"):
             manager.save(1, ShardedState({"w": half if rank else whole}).state)
         kinds = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(5), "value"]
         for one, other in itertools.permutations(kinds, 2):
-            with pytest.raises(CheckpointSaveError, match=r"'w' is .* in one part and .* in another"):
+            with pytest.raises(CheckpointSaveError, match=r"'w' is .* in one entry and .* in another"):
                 manager.save(1, {"w": _half(other if rank else one, rank)})
         with pytest.raises(CheckpointError, match="contains a DTensor"):
             ShardedState({"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)))})
