@@ -2,6 +2,9 @@
 
 - :mod:`hwrl.run.cluster.ray_session`: start a private Ray on this machine, or join a cluster.
 - :mod:`hwrl.run.cluster.ray_security`: keep that private Ray closed to other users and machines.
-- :mod:`hwrl.run.cluster.placement`: decide about devices and transport. Needs no Ray.
-- :mod:`hwrl.run.cluster.devices`: reserve devices in Ray and check the processes' reports.
+- :mod:`hwrl.run.cluster.placement`: decide which devices each process uses, and how weights travel. Needs no Ray.
+- :mod:`hwrl.run.cluster.nodes`: decide which node of a cluster has which device of the run. Needs no Ray.
+- :mod:`hwrl.run.cluster.devices`: reserve the devices in Ray, and compare them with the processes' reports.
+
+A *machine* runs one or more processes of the run. A *node* is a machine as Ray sees it. A *host* name is for messages.
 """

@@ -1,4 +1,8 @@
-"""The devices of a run on Ray: reserve them, tell each process its own, and check the processes' reports."""
+"""The devices of a run: reserve them in Ray, tell each process which to use, and check the processes' reports.
+
+On one machine hwrl itself numbers the devices, and Ray only counts them. On a cluster Ray numbers the devices if it
+knows their kind. Otherwise a placement group fixes the machine of each process, and hwrl numbers the devices there.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,16 @@ from hwrl.run.inputs import is_local
 
 RESERVE_TIMEOUT_S = 60.0
 _NODE_LABEL = "ray.io/node-id"
-"""Ray's label of each node, with its number."""
+"""Ray's label with the id of a node."""
 
 
 class RunDevices:
-    """Reserves the devices of a run, and knows which process uses which.
+    """Reserves the devices of a run, and knows which process uses which devices.
 
-    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations. :attr:`senders` of the
-    ranks send the weights, because of :attr:`why_senders`. The constructor may reserve devices in Ray; :meth:`close`
-    returns them. It raises ConfigError if there are too few devices, or if weights cannot reach every process.
+    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations. :attr:`senders` is the
+    number of ranks that send the weights, and :attr:`why_senders` is the reason. The constructor may reserve devices in
+    Ray; :meth:`close` returns them. It raises ConfigError if there are too few devices, or if weights cannot reach
+    every process.
     """
 
     def __init__(self, config: Config, backend: Backend) -> None:
@@ -62,7 +67,7 @@ class RunDevices:
         self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
         self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
         self._resource, self._divided = resource, divided
-        self._first_replicas = dict(self.replicas)  # Ray holds their devices for them to the end
+        self._initial_replicas = dict(self.replicas)  # Ray reserves their devices until the end of the run
         self._only_node = nodes[0].node_id if len(nodes) == 1 else None
         self._reports = DeviceReports([*self.ranks, *self.replicas])
         self._driver_env = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
@@ -70,7 +75,7 @@ class RunDevices:
         self._transport = transport_facts(self.plan.transport)
         if self._transport.lends_device_memory:
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
-        # On several machines a group says where each process will be.
+        # On several machines, a placement group fixes the machine of each process.
         together = config.rollout.tensor_parallel > 1 or (divided and not one_machine)
         self._nodes: dict[int, ClusterNode] = {}
         if nodes and (divided or together):
@@ -87,16 +92,16 @@ class RunDevices:
     # -- replicas that join and leave --------------------------------------------------------------------------------
 
     def add_replica(self, name: str) -> None:
-        """Reserve devices for a further replica; one of the start gets its first devices again.
+        """Reserve devices for a replica that joins the run. An initial replica that returns gets its devices again.
 
-        On one machine raises ConfigError if too few devices are free. On a cluster the replica requests its devices
-        from Ray when it starts, and waits for them: Ray's autoscaler sees the demand.
+        On one machine this raises ConfigError if too few devices are free. On a cluster the replica's process requests
+        devices from Ray when it starts, and waits for them, so that Ray's autoscaler sees the demand.
         """
-        known, width = self._first_replicas.get(name), self._width
+        known, width = self._initial_replicas.get(name), self._width
         if known is not None:
             self.replicas[name] = known
             return
-        used = {device for one in (*self._first_replicas.values(), *self._in_use()) for device in one.devices}
+        used = {device for one in (*self._initial_replicas.values(), *self._in_use()) for device in one.devices}
         if not (self._divided and is_local()):
             begin = max(used) + 1
             self.replicas[name] = Reservation(tuple(range(begin, begin + width)), 1.0)
@@ -104,44 +109,44 @@ class RunDevices:
         free = [device for device in range(self._backend.device_count()) if device not in used]
         if len(free) < width:
             raise ConfigError(
-                f"there are no devices for {name}",
+                f"there are not enough devices for {name}",
                 why=f"it needs {width}, and {len(free)} of this machine's {self._backend.device_count()} are free",
-                fix="ask for fewer replicas, or join a larger cluster with RAY_ADDRESS",
+                fix="request fewer replicas, or join a larger cluster with RAY_ADDRESS",
             )
         self.replicas[name] = Reservation(tuple(free[:width]), 1.0)
         self._numbers |= {device: device for device in free[:width]}
 
     def remove_replica(self, name: str) -> None:
-        """Let other replicas have the devices of ``name``."""
+        """Make the devices of the replica ``name`` free for other replicas."""
         self.replicas.pop(name, None)
 
     def check_growth(self) -> None:
-        """Raise ConfigError if no replica can join: hwrl numbers the devices of this cluster, in one reservation."""
+        """Raise ConfigError if no replica can join, because hwrl has numbered the cluster's devices at the start."""
         if not is_local() and self._numbers:
             raise ConfigError(
                 "no replica can join this run",
-                why=f"Ray does not number the devices of {self._resource!r}, so hwrl did it when the run began",
-                fix="end the run, and resume it with another rollout.replicas",
+                why=f"Ray does not number the devices of {self._resource!r}, so hwrl numbered them at the start",
+                fix="end the run, and resume it with a different rollout.replicas",
             )
 
     def may_wait(self, name: str) -> bool:
-        """Return whether the replica ``name`` may have to wait until Ray has devices for it."""
+        """Return whether the replica ``name`` may have to wait until Ray has free devices for it."""
         return not is_local() and self._bundle_of(name) is None
 
     def count_waiting(self, names: Collection[str]) -> int:
-        """Return how many of the replicas ``names``, about to start, Ray has no free devices for at this moment."""
+        """Return how many of the replicas ``names``, which are about to start, must wait until Ray has free devices."""
         waiting = sum(map(self.may_wait, names))
         return waiting and max(0, waiting - sum(node.devices // self._width for node in free_nodes(self._resource)))
 
     @property
     def counts(self) -> DeviceCounts:
-        """The number of devices of the present replicas, and of the run."""
+        """The number of devices of the current replicas, and of the run."""
         rollout = {device for one in self.replicas.values() for device in one.devices}
         return DeviceCounts(len(rollout), len({device for one in self._in_use() for device in one.devices}))
 
     @property
     def _width(self) -> int:
-        return max(len(one.devices) for one in self._first_replicas.values())
+        return max(len(one.devices) for one in self._initial_replicas.values())
 
     def _in_use(self) -> list[Reservation]:
         return [*self.ranks.values(), *self.replicas.values()]
@@ -149,7 +154,7 @@ class RunDevices:
     # -- one process -------------------------------------------------------------------------------------------------
 
     def devices_of(self, process: str) -> ProcessDevices:
-        """Return the devices for ``process``."""
+        """Return the devices that ``process`` must use."""
         devices = self._reservation(process).devices
         return ProcessDevices(
             count=len(devices),
@@ -159,11 +164,11 @@ class RunDevices:
         )
 
     def ray_options(self, process: str) -> dict[str, Any]:
-        """Return Ray's options for the actor of ``process``: its devices, and its backend's environment variables."""
+        """Return Ray's options for the actor of ``process``: its devices and its backend's environment variables."""
         reservation, bundle = self._reservation(process), self._bundle_of(process)
         options = self._backend.devices.ray_options(reservation.share * len(reservation.devices))
-        if self._is_late(process):
-            options = self._late_options(options)
+        if self._joined_later(process):
+            options = self._options_of_a_later_replica(options)
         elif bundle is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
@@ -175,19 +180,19 @@ class RunDevices:
         )
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
-    def _is_late(self, process: str) -> bool:
-        """Return whether ``process`` is a replica that joined the run: it is not in the group of the start."""
-        return process not in self.ranks and process not in self._first_replicas
+    def _joined_later(self, process: str) -> bool:
+        """Return whether ``process`` is a replica that joined later: it has no place in the placement group."""
+        return process not in self.ranks and process not in self._initial_replicas
 
     def _bundle_of(self, process: str) -> int | None:
-        """Return the bundle of the group that Ray holds for ``process``; None if Ray must find devices for it."""
-        if self._group is None or self._is_late(process):
+        """Return the bundle that Ray has reserved for ``process``; None if Ray must find other devices for it."""
+        if self._group is None or self._joined_later(process):
             return None
         reservation = self._reservation(process)
         return None if self._is_on_lost_node(reservation) else self.plan.assignment.bundles.index(reservation.devices)
 
-    def _late_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return Ray's options for a replica that joined the run."""
+    def _options_of_a_later_replica(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return Ray's options for a replica that joined later."""
         if is_local():
             return options if self._divided else {"num_cpus": 0}  # the host's cores serve all processes
         if self._transport.across_machines or self._only_node is None:
@@ -195,30 +200,30 @@ class RunDevices:
         return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._only_node, soft=False)}
 
     def _is_on_lost_node(self, reservation: Reservation) -> bool:
-        """Return whether the node of this reservation is lost, and the process may have free devices elsewhere.
+        """Return whether the node of this reservation is lost, and the process can use devices of another node.
 
-        Ray never moves our reservations, because each is bound to its node. So the process gets devices from Ray
-        outside of them. This needs a Ray that numbers the devices, and devices that processes do not share.
+        Ray never moves a reservation, because we have bound each one to a node. So Ray must find devices outside of the
+        reservations. That is possible only if Ray numbers the devices, and no process shares its device.
         """
         node = self._nodes.get(reservation.devices[0])
         if node is None or self._numbers or self.plan.assignment.shared:
             return False
-        return node.node_id not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        return node.node_id not in {known["NodeID"] for known in ray.nodes() if known["Alive"]}
 
     def check_report(self, process: str, report: DeviceReport | None) -> None:
-        """Record the reported devices of ``process``; None if its backend has none.
+        """Add the report of ``process``; it is None if the backend has no devices to divide.
 
-        Raises PlacementError if another process uses one of them and the plan does not let them share.
+        Raises PlacementError if another process uses the same device, and the plan does not let them share it.
         """
         if report is not None:
             self._reports.add(process, self._reservation(process), report)
 
     def forget(self, process: str) -> None:
-        """Drop the report of a dead process."""
+        """Remove the report of a dead process."""
         self._reports.remove(process)
 
     def describe(self) -> str:
-        """Return the reported devices of all processes, in words."""
+        """Return a text with the devices that the processes have reported."""
         if not has_devices(self._backend):
             return "all share the hosts' processors"
         return f"{self._reports}; {self.plan.assignment}"
@@ -232,7 +237,7 @@ class RunDevices:
         return self.ranks[process] if process in self.ranks else self.replicas[process]
 
     def _find_machines(self, *, one_machine: bool) -> Machines | None:
-        """Return the machines of the processes; None if Ray places each process where it likes."""
+        """Return the machines of the processes; None if Ray chooses a machine for each process."""
         of_device: dict[int, str] = {}
         if self._group is not None:
             bundles = zip(self.plan.assignment.bundles, _machines(self._group), strict=True)
@@ -246,11 +251,10 @@ class RunDevices:
         return Machines(ranks, receivers)
 
     def _reserve(self, resource: str, *, divided: bool, together: bool) -> None:
-        """Reserve a placement group where Ray alone would place processes wrongly; number the devices.
+        """Reserve a placement group if the run needs one, and number the devices if Ray does not.
 
-        Without a group, Ray might put replicas on the device of a rank, or leave no machine with enough devices for a
-        wide replica: ``together``. If Ray does not number the devices of this resource, the bundles of the group
-        number them.
+        Without a group, Ray might place replicas on the device of a rank. ``together`` says that it might also leave no
+        machine with enough free devices for a replica of several devices.
         """
         assignment, local = self.plan.assignment, is_local()
         ray_numbers = not local and resource in ray.get(ray.remote(num_cpus=0)(_numbered_resources).remote())
@@ -265,7 +269,7 @@ class RunDevices:
 
 
 def free_nodes(resource: str) -> list[ClusterNode]:
-    """Return the nodes of the cluster that have ``resource``, each with its free part."""
+    """Return the cluster's nodes with free devices of the kind ``resource``."""
     free = available_resources_per_node()
     alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     nodes = [ClusterNode(address, int(free.get(key, {}).get(resource, 0)), key) for key, address in alive.items()]
@@ -279,9 +283,10 @@ def reserve_together(
     nodes: Mapping[int, ClusterNode] | None = None,
     timeout_s: float = RESERVE_TIMEOUT_S,
 ) -> Any:
-    """Return a placement group of ``bundles``, each on the node of its first device in ``nodes``; without: anywhere.
+    """Return a placement group of ``bundles``. Blocks until Ray has reserved it.
 
-    Raises ConfigError if Ray cannot reserve it within ``timeout_s``.
+    With ``nodes``, each bundle is on the node of its first device; otherwise anywhere. Raises ConfigError if Ray cannot
+    reserve the group within ``timeout_s``.
     """
     on_nodes = [{_NODE_LABEL: nodes[devices[0]].node_id} for devices in bundles] if nodes else None
     group = ray.util.placement_group([{resource: len(devices)} for devices in bundles], bundle_label_selector=on_nodes)
@@ -290,15 +295,15 @@ def reserve_together(
         widest = max(len(devices) for devices in bundles)
         raise ConfigError(
             "the run's processes cannot be placed",
-            why=f"Ray could not reserve devices for all {len(bundles)} in {timeout_s:g} s; the widest needs {widest} "
+            why=f"Ray could not reserve devices for all {len(bundles)} in {timeout_s:g} s; the largest needs {widest} "
             "on one machine",
-            fix="lower rollout.tensor_parallel to the free devices of one machine, or add machines",
+            fix="reduce rollout.tensor_parallel to the number of free devices of one machine, or add machines",
         )
     return group
 
 
 def _numbered_resources() -> list[str]:
-    """Return the resources whose devices Ray numbers for each worker."""
+    """Return the names of the resources for which Ray tells each worker the numbers of its devices."""
     return list(ray.get_runtime_context().get_accelerator_ids())
 
 

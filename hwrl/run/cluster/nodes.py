@@ -13,7 +13,7 @@ from hwrl.run.cluster.placement import DeviceAssignment, Reservation
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node of a cluster, with its ``address`` and so many free ``devices``. ``number`` is the cluster's own."""
+    """A node of a cluster: its address, its number of free ``devices``, and the id that the cluster gave it."""
 
     address: str
     devices: int
@@ -21,7 +21,7 @@ class ClusterNode:
 
 
 def in_order(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-    """Return ``nodes`` sorted by address, so that neighbours stay neighbours: 10.0.0.9 before 10.0.0.10.
+    """Return ``nodes`` sorted by address, with numbers compared as numbers: 10.0.0.9 comes before 10.0.0.10.
 
     >>> [node.address for node in in_order([ClusterNode("10.0.0.10", 8), ClusterNode("10.0.0.9", 8)])]
     ['10.0.0.9', '10.0.0.10']
@@ -39,20 +39,20 @@ def place_on_nodes(
 ) -> dict[int, ClusterNode]:
     """Return the node of each device of the run.
 
-    Trainer ranks are packed node by node, in rank order and in the order of addresses. The ``shard_ranks`` neighbours
-    that share one copy of the model (None: all ranks) have one node if it has room for them. All devices of a replica
-    are on one node. Replicas get their nodes before the ranks if they do not fit after them. Raises ConfigError, with
-    the missing devices, if the nodes are too few or too small.
+    Trainer ranks fill one node after another, in rank order and in the order of addresses. ``shard_ranks`` neighbouring
+    ranks share one copy of the model (None: all ranks do), and are on the same node if one has room for them. All
+    devices of a replica are on the same node. If the replicas do not fit after the ranks, they are placed first. Raises
+    ConfigError with the missing devices if there are too few nodes, or if they are too small.
     """
     ordered = in_order(nodes)
     if sum(node.devices for node in ordered) < assignment.devices:
         raise _missing(assignment, ordered, f"{assignment.devices} devices are needed")
-    for wide_first in (False, True):
+    for replicas_first in (False, True):
         free = _FreeDevices(ordered)
         placed: dict[int, ClusterNode] = {}
         ranks = functools.partial(_place_ranks, assignment, free, placed, shard_ranks)
         replicas = functools.partial(_place_replicas, assignment, free, placed)
-        if all(place() for place in ([replicas, ranks] if wide_first else [ranks, replicas])):
+        if all(place() for place in ([replicas, ranks] if replicas_first else [ranks, replicas])):
             return placed
     widest = max(len(one.devices) for one in assignment.replicas)
     raise _missing(assignment, ordered, f"each replica needs {widest} free devices on one node")
@@ -62,20 +62,20 @@ class _FreeDevices:
     """The free devices of each node."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._left = {node: node.devices for node in nodes}
+        self._free = {node: node.devices for node in nodes}
 
     def first(self, count: int) -> ClusterNode | None:
-        """Return the first node with room for ``count`` devices."""
-        return next((node for node, left in self._left.items() if left >= count), None)
+        """Return the first node with ``count`` free devices."""
+        return next((node for node, free in self._free.items() if free >= count), None)
 
     def tightest(self, count: int) -> ClusterNode | None:
-        """Return the node with the least room that is enough, the last of several."""
-        enough = [(left, -index, node) for index, (node, left) in enumerate(self._left.items()) if left >= count]
+        """Return the node with the fewest free devices, but at least ``count``; of equal nodes the last one."""
+        enough = [(free, -index, node) for index, (node, free) in enumerate(self._free.items()) if free >= count]
         return min(enough)[2] if enough else None
 
     def take(self, node: ClusterNode, count: int) -> None:
-        """Use ``count`` devices of ``node``."""
-        self._left[node] -= count
+        """Mark ``count`` devices of ``node`` as used."""
+        self._free[node] -= count
 
 
 def _place_ranks(
@@ -86,12 +86,12 @@ def _place_ranks(
     for start in range(0, len(ranks), size):
         group = ranks[start : start + size]
         node = free.first(len(group))
-        for one in group:
-            own = node or free.first(1)
-            if own is None:
+        for reservation in group:
+            chosen = node or free.first(1)
+            if chosen is None:
                 return False
-            placed[one.devices[0]] = own
-            free.take(own, 1)
+            placed[reservation.devices[0]] = chosen
+            free.take(chosen, 1)
     return True
 
 
@@ -100,7 +100,7 @@ def _place_replicas(assignment: DeviceAssignment, free: _FreeDevices, placed: di
     for devices in dict.fromkeys(one.devices for one in assignment.replicas):
         new = [device for device in devices if device not in ranks and device not in placed]
         if not new:
-            continue  # it shares devices that have their nodes
+            continue  # it shares devices that are already placed
         node = free.tightest(len(new))
         if node is None:
             return False
@@ -111,16 +111,16 @@ def _place_replicas(assignment: DeviceAssignment, free: _FreeDevices, placed: di
 
 def _missing(assignment: DeviceAssignment, nodes: Sequence[ClusterNode], why: str) -> ConfigError:
     width = _width(assignment.replicas)
-    wanted = f"{len(assignment.ranks)} of the trainer (train.ranks)"
+    wanted = f"{len(assignment.ranks)} for the trainer (train.ranks)"
     if len(assignment.ranks) < assignment.devices:
-        beside = assignment.devices - len(assignment.ranks)
-        wanted += f" and {beside} of replicas (rollout.replicas={len(assignment.replicas)}"
+        for_replicas = assignment.devices - len(assignment.ranks)
+        wanted += f" and {for_replicas} for replicas (rollout.replicas={len(assignment.replicas)}"
         wanted += f" of rollout.tensor_parallel={width})" if width > 1 else ")"
-    free = ", ".join(f"{node.address}: {node.devices}" for node in nodes)
+    free_devices = ", ".join(f"{node.address}: {node.devices}" for node in nodes)
     total = sum(node.devices for node in nodes)
     return ConfigError(
         "the run's processes cannot be placed on this cluster",
-        why=f"{why}: {wanted}; {total} devices are free on {len(nodes)} node(s) ({free})",
+        why=f"{why}: {wanted}; {total} devices are free on {len(nodes)} node(s) ({free_devices})",
         fix=f"add {max(1, assignment.devices - total)} device(s), or a node with {max(1, width)} free ones; or lower "
         "train.ranks, rollout.replicas or rollout.tensor_parallel",
     )

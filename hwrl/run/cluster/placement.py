@@ -1,7 +1,7 @@
 """Decide which devices each process of a run uses, and how weights travel between the processes. Needs no Ray.
 
-Three numberings of devices meet here. The run numbers the devices that it reserves, from 0. A machine numbers its own
-devices. A process numbers the devices that are visible to it.
+A device has three numbers here. The run numbers all devices that it reserves, from 0. Each machine numbers its own
+devices. Each process numbers the devices that are visible to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from hwrl.weights import Transport, TransportName
 
 _UNITS = 10_000
-"""The parts of a device in which Ray counts shares."""
+"""Ray counts shares of a device in units of 1 / 10,000."""
 _MOST_SENDERS = 8
-"""Each sender has process groups of its own with all receivers."""
-_RANK_BESIDE_REPLICAS = 6_000
-"""The share, in units, of a trainer rank on a device with replicas."""
+"""The maximum number of senders: each one has its own process groups with all receivers."""
+_RANK_WITH_REPLICAS = 6_000
+"""The share of a trainer rank, in units, on a device that it shares with replicas."""
 
 
 # -- before anything starts -----------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ _RANK_BESIDE_REPLICAS = 6_000
 
 @dataclass(frozen=True)
 class Reservation:
-    """The devices of one process, by the run's numbers. It reserves the ``share`` of each; 1 is a whole device."""
+    """The devices of one process, by the run's numbers, and the ``share`` of each that it reserves: 1 is all of it."""
 
     devices: tuple[int, ...]
     share: float
@@ -42,17 +42,17 @@ class Reservation:
 
 @dataclass(frozen=True)
 class DeviceCounts:
-    """How many devices a run uses. A process without a device counts as one device."""
+    """How many devices a run uses. A process that uses no device counts as one device."""
 
     rollout: int
-    """Devices with a replica, the trainer's among them if replicas share those."""
+    """Devices with a replica, including those that a replica shares with the trainer."""
     distinct: int
-    """Devices of the whole run. One that the trainer and replicas share counts once."""
+    """Devices of the whole run. A shared device counts once."""
 
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """A reservation for each trainer rank and each replica, in order, on ``devices`` devices."""
+    """The reservation of each trainer rank and each replica, in order, on ``devices`` devices."""
 
     devices: int
     ranks: tuple[Reservation, ...]
@@ -71,16 +71,16 @@ class DeviceAssignment:
 
     @property
     def bundles(self) -> list[tuple[int, ...]]:
-        """The groups of devices for Ray to reserve: one per device if they are shared, else one per process."""
+        """The groups of devices for Ray to reserve: one per device if devices are shared, otherwise one per process."""
         if self.shared:
             return [(device,) for device in range(self.devices)]
         return [one.devices for one in (*self.ranks, *self.replicas)]
 
     def __str__(self) -> str:
         if not self.shared:
-            return "each process has its own"
+            return "each process has its own device"
         with_ranks = {one.devices for one in self.ranks} & {one.devices for one in self.replicas}
-        shared = "the trainer's devices" if with_ranks else "the devices beside the trainer's"
+        shared = "the trainer's devices" if with_ranks else "the devices that the trainer does not use"
         return f"too few devices ({self.devices}), so replicas share {shared}"
 
 
@@ -89,16 +89,17 @@ def assign_devices(
 ) -> DeviceAssignment:
     """Divide ``devices`` devices among the processes of a run. A replica takes ``tensor_parallel`` devices.
 
-    With enough devices each process has its own. With fewer, replicas share the devices beside the trainer's, or the
-    trainer's if it has all of them. Raises ConfigError if replicas would have to share and may not. Two ranks never
-    share, and a replica with several devices never does.
+    With enough devices each process has its own. With fewer, replicas share the devices that the trainer does not use,
+    or the trainer's devices if it uses all. Ranks never share a device with each other, and a replica with several
+    devices never shares them. Raises ConfigError if there are too few devices for these rules, or if replicas would
+    have to share without ``may_share``.
     """
     may_share = may_share and tensor_parallel == 1
     needed = ranks + replicas * tensor_parallel
     if (ranks if may_share else needed) > devices:
         raise _too_few(devices, ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, may_share=may_share)
     left = range(ranks, devices)
-    for_rank, for_replicas = (_UNITS, _UNITS) if left else (_RANK_BESIDE_REPLICAS, _UNITS - _RANK_BESIDE_REPLICAS)
+    for_rank, for_replicas = (_UNITS, _UNITS) if left else (_RANK_WITH_REPLICAS, _UNITS - _RANK_WITH_REPLICAS)
     choices = left or range(devices)
     each = for_replicas // -(-replicas * tensor_parallel // len(choices))
     taken = [
@@ -120,7 +121,7 @@ def _too_few(devices: int, *, ranks: int, replicas: int, tensor_parallel: int, m
     fewer = "ranks" if may_share else "ranks or replicas"
     return ConfigError(
         f"the run needs {ranks + (0 if may_share else replicas * tensor_parallel)} devices",
-        why=f"{unshared} share none, and {devices} are free",
+        why=f"{unshared} need devices of their own, and {devices} are free",
         fix=f"use fewer {fewer}, or join a larger cluster with RAY_ADDRESS",
     )
 
@@ -128,24 +129,26 @@ def _too_few(devices: int, *, ranks: int, replicas: int, tensor_parallel: int, m
 def choose_transport(
     *, bypass_cpu: bool, shared: bool, one_machine: bool, supports: Callable[[Capability], Support]
 ) -> tuple[TransportName, str]:
-    """Return the transport for weights, and the reason. ``shared``: processes of the run share a device.
+    """Return the transport for weights, and the reason as text. ``shared``: some processes of the run share a device.
 
-    Raises ConfigError if no transport of these devices reaches all machines of the run.
+    The device transport may itself stage the bytes through the host, if the device has no collectives and the run has
+    several machines. Raises ConfigError if no transport reaches all machines of the run.
     """
     collectives, groups, ipc = (
-        supports(one) for one in (Capability.COLLECTIVES, Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC)
+        supports(feature)
+        for feature in (Capability.COLLECTIVES, Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC)
     )
     if bypass_cpu and collectives.usable and not shared:
         return "device", "each process has a device of its own"
     if bypass_cpu and collectives.usable and groups.usable:
-        return "device", f"processes share a device, and may form a group on it: {groups.reason}"
+        return "device", f"processes share a device, and can form a group on it: {groups.reason}"
     why = "weights.bypass_cpu is false"
     if bypass_cpu:
         why = "processes share a device, and cannot form a group on it"
     if bypass_cpu and not collectives.usable:
         why = f"the device has no collectives ({collectives.reason})"
         if not one_machine:
-            return "device", f"{why}, so groups are staged through the host"
+            return "device", f"{why}, so the data is staged through the host"
     if not one_machine:
         raise _not_across_machines(why)
     if not bypass_cpu:
@@ -164,7 +167,7 @@ class Machines:
 
     @property
     def count(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return len({*self.ranks, *self.receivers})
 
 
@@ -176,16 +179,17 @@ def choose_senders(
     machines: Machines | None,
     own_devices: bool,
 ) -> tuple[int, str]:
-    """Return how many of the trainer's ``ranks`` send the weights, and the reason.
+    """Return how many of the trainer's ``ranks`` send the weights, and the reason as text.
 
-    ``machines`` None: they are not known. ``own_devices``: each rank has a device, and so a network adapter near it.
-    Raises ConfigError if the ``setting`` asks for several senders, and the transport has one.
+    ``setting`` is ``weights.senders``. ``machines`` is None if they are not known yet. ``own_devices`` says that each
+    rank has a device, and therefore a network adapter nearby. Raises ConfigError if ``setting`` demands several senders
+    and the transport allows only one.
     """
     if setting != "auto":
         if setting > 1 and not transport_facts(transport).several_senders:
             raise ConfigError(
                 f"weights.senders={setting} is not possible here",
-                why=f"weights travel by {transport}, and with it rank 0 alone sends",
+                why=f"weights travel by {transport}, and only rank 0 can send with it",
                 fix="set weights.senders=1 or auto",
             )
         return setting, f"weights.senders={setting}"
@@ -196,17 +200,18 @@ def choose_senders(
     if machines is None:
         return 1, "the processes' machines are not known"
     if machines.count == 1:
-        return 1, "all processes are on one machine, where one rank saturates the wire"
+        return 1, "all processes are on one machine, where one rank uses the full bandwidth"
     if not own_devices:
         hosts = min(len(set(machines.ranks)), _MOST_SENDERS)
-        return hosts, f"one for each of the trainer's machines, at most {_MOST_SENDERS}"
-    widest = max(Counter(machines.receivers).values())  # a machine takes in each byte once, by all its adapters
-    most = min(ranks, widest, _MOST_SENDERS)
-    return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
+        return hosts, f"one on each of the trainer's machines, at most {_MOST_SENDERS}"
+    widest = max(Counter(machines.receivers).values())  # a machine receives each byte once, over all its adapters
+    senders = min(ranks, widest, _MOST_SENDERS)
+    nmachines = len(set(machines.ranks))
+    return senders, f"{ranks} ranks on {nmachines} machines have devices, and a receiving machine has up to {widest}"
 
 
 def transport_facts(transport: TransportName) -> Transport:
-    """Return the transport of this name, for its facts. Imports torch."""
+    """Return the properties of the transport with this name. Imports torch."""
     from hwrl.weights import TRANSPORTS
 
     return TRANSPORTS[transport]
@@ -215,20 +220,20 @@ def transport_facts(transport: TransportName) -> Transport:
 def _not_across_machines(why: str) -> ConfigError:
     return ConfigError(
         "weights cannot reach the other machines of this cluster",
-        why=f"{why}; IPC and host memory work on one machine only",
-        fix="use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one "
+        why=f"{why}; IPC and host memory work only on one machine",
+        fix="set weights.bypass_cpu=true with fewer replicas, so that each process has its own device, or use one "
         "machine",
     )
 
 
 def has_devices(backend: Backend) -> bool:
-    """Return whether the backend has devices to divide among processes. A host's processors serve all processes."""
+    """Return whether processes need devices of their own. On the CPU they do not: all share the host's processors."""
     return backend.devices.ray_resource is not None or not backend.supports(Capability.SHARED_DEVICE_GROUPS).usable
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The decisions before any process starts: devices for each process, and the transport for weights."""
+    """What is decided before any process starts: the devices of each process, and the transport for weights."""
 
     assignment: DeviceAssignment
     transport: TransportName
@@ -241,7 +246,7 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
     if width > 1 and divided and backend.devices.visible_variable is None:
         raise ConfigError(
             f"rollout.tensor_parallel={width} is not possible on this device",
-            why="a replica with several devices must see no others, and the backend's DeviceMap has no "
+            why="a replica with several devices must not see others, and the backend's DeviceMap has no "
             "visible_variable",
             fix="set rollout.tensor_parallel=1",
         )
@@ -265,18 +270,18 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
 
 
 def number_devices_by_machine(bundles: Sequence[Sequence[int]], machines: Sequence[str]) -> dict[int, int]:
-    """Return the machine's number for each of the run's devices. ``machines`` has the machine of each bundle.
+    """Return each device's index on its machine, by its number in the run. ``machines`` has each bundle's machine.
 
     >>> number_devices_by_machine([(0,), (1, 2), (3,)], ["a", "b", "a"])
     {0: 0, 1: 0, 2: 1, 3: 1}
     """
     used: Counter[str] = Counter()
-    numbers = {}
+    indices = {}
     for devices, machine in zip(bundles, machines, strict=True):
         for device in devices:
-            numbers[device] = used[machine]
+            indices[device] = used[machine]
             used[machine] += 1
-    return numbers
+    return indices
 
 
 # -- in each process, as it starts ----------------------------------------------------------------------------------
@@ -284,11 +289,11 @@ def number_devices_by_machine(bundles: Sequence[Sequence[int]], machines: Sequen
 
 @dataclass(frozen=True)
 class ProcessDevices:
-    """The devices that one process shall use: ``count`` of them.
+    """The ``count`` devices that one process must use.
 
-    ``indices`` counts among the devices visible under ``env``, or under the process's own environment if ``env`` is
-    None. Without ``indices`` Ray has already hidden the other devices. ``opens`` has the machine's numbers of all
-    devices whose memory the process may open.
+    ``indices`` are their positions among the devices that are visible under ``env``; None means the process's own
+    environment. Without ``indices``, Ray has already hidden all other devices from the process. ``opens`` lists other
+    devices by their indices on the machine: the process may open memory on them.
     """
 
     count: int = 1
@@ -298,20 +303,24 @@ class ProcessDevices:
 
 
 def machine_devices(env: Mapping[str, str], devices: DeviceMap, *, count: int) -> tuple[int, ...]:
-    """Return the machine's numbers of the ``count`` devices visible under ``env``."""
+    """Return the indices, on the machine, of the ``count`` devices that are visible under ``env``."""
     return devices.visible(env) or tuple(range(count))
 
 
 def with_visible(others: Sequence[int], env: Mapping[str, str], devices: DeviceMap) -> dict[str, str]:
-    """Return the variables to set under ``env`` to make the machine's devices ``others`` visible too, after the own."""
+    """Return the variables to set so that the devices ``others`` are visible after the process's own devices.
+
+    ``others`` are indices on the machine. The own devices are those that are visible under ``env``.
+    """
     own = devices.visible(env) or ()
     return devices.render([*own, *(index for index in others if index not in own)]) if others else {}
 
 
 def make_visible(wanted: ProcessDevices, devices: DeviceMap, env: MutableMapping[str, str]) -> tuple[int, ...]:
-    """Make the ``wanted`` devices visible to this process; return their indices in it.
+    """Make the ``wanted`` devices visible to this process; return their indices among its visible devices.
 
-    Call it before the first use of a device: the vendors' libraries read ``env``, the process's environment, only once.
+    ``env`` is the process's environment. Call this before the first use of a device: the vendors' libraries read the
+    environment only once.
     """
     own = wanted.indices or tuple(range(wanted.count))
     if devices.visible_variable is None:
@@ -323,27 +332,27 @@ def make_visible(wanted: ProcessDevices, devices: DeviceMap, env: MutableMapping
         return own
     numbers = (devices.visible(env) or ())[: wanted.count]
     env.update(with_visible(wanted.opens, env, devices))
-    seen = devices.visible(env) or ()
-    return tuple(seen.index(number) for number in numbers) or own  # some runtimes sort the visible devices
+    visible = devices.visible(env) or ()
+    return tuple(visible.index(number) for number in numbers) or own  # some runtimes sort the visible devices
 
 
 def check_devices(wanted: ProcessDevices, own: Sequence[int], backend: Backend, env: Mapping[str, str]) -> None:
-    """Raise PlacementError if this process does not see the devices of :func:`make_visible`."""
-    if not has_devices(backend):  # the host's processors serve as many workers as there are
+    """Raise PlacementError if this process does not see exactly the devices of :func:`make_visible`."""
+    if not has_devices(backend):  # all processes share the host's processors
         return
-    variable, seen = backend.devices.visible_variable, backend.device_count()
+    variable, visible = backend.devices.visible_variable, backend.device_count()
     setting = f"{variable}={env.get(variable, '(not set)')}" if variable else "it has no visible-devices variable"
-    if max(own) >= seen:
+    if max(own) >= visible:
         raise PlacementError(
             f"this process has no device {max(own)}",
-            why=f"it sees {seen} devices, counted from 0 ({setting})",
-            fix="let the variable name only devices of this machine; `hwrl doctor` counts them",
+            why=f"it sees {visible} devices, counted from 0 ({setting})",
+            fix="set the variable to devices of this machine only; `hwrl doctor` shows how many it has",
         )
-    if wanted.indices and variable and not wanted.opens and seen != wanted.count:
+    if wanted.indices and variable and not wanted.opens and visible != wanted.count:
         raise PlacementError(
             f"{variable} does not hide the other devices",
-            why=f"this process sees {seen} devices with {setting}",
-            fix="let visible_variable of the backend's DeviceMap name the variable of the vendor's runtime, or be None",
+            why=f"this process sees {visible} devices with {setting}",
+            fix="set visible_variable in the backend's DeviceMap to the variable of the vendor's runtime, or to None",
         )
 
 
@@ -352,9 +361,9 @@ def check_devices(wanted: ProcessDevices, own: Sequence[int], backend: Backend, 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The devices that a process really uses: their ``names`` on its ``host``, and a ``key`` for each.
+    """The devices that a process really uses: their ``names`` on its ``host``, and the key of each.
 
-    Equal keys mean the same device. A key is the device's UUID or, without one, its machine and number.
+    Two devices with equal keys are the same device. A key is the device's UUID; without a UUID, machine and index.
     """
 
     host: str
@@ -363,7 +372,7 @@ class DeviceReport:
 
 
 def make_device_report(own: Sequence[int], backend: Backend) -> DeviceReport:
-    """Return the devices of this process. A process with one device reports the device of a new tensor."""
+    """Return the report of this process. With one device, report the device on which a new tensor is."""
     indices = own if len(own) > 1 else (_index_in_use(backend),)
     host = socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")  # two hosts may have the same name
@@ -374,7 +383,7 @@ def make_device_report(own: Sequence[int], backend: Backend) -> DeviceReport:
 
 
 def _index_in_use(backend: Backend) -> int:
-    """Return the number of the device with this thread's new tensors: ``set_device`` may have had no effect on them."""
+    """Return the index of the device on which this thread makes tensors. ``set_device`` may have had no effect."""
     import torch
 
     index = torch.empty(1, device=backend.info.device_type).device.index
@@ -382,33 +391,33 @@ def _index_in_use(backend: Backend) -> int:
 
 
 class DeviceReports:
-    """Collects the reported devices of ``processes``, and compares them with the reservations."""
+    """Collects the reports of ``processes``, and compares them with the reservations."""
 
     def __init__(self, processes: Sequence[str]) -> None:
         self._processes = processes
         self._reports: dict[str, tuple[Reservation, DeviceReport]] = {}
 
-    def add(self, process: str, reservation: Reservation, held: DeviceReport) -> None:
-        """Add a report. Raises PlacementError if two processes use one device, and their reservations share none."""
-        for other, (other_reservation, other_held) in self._reports.items():
-            common = [name for name, key in zip(held.names, held.keys, strict=True) if key in other_held.keys]
+    def add(self, process: str, reservation: Reservation, report: DeviceReport) -> None:
+        """Add a report. Raises PlacementError if two processes use the same device without a shared reservation."""
+        for other, (other_reservation, other_report) in self._reports.items():
+            common = [name for name, key in zip(report.names, report.keys, strict=True) if key in other_report.keys]
             if other != process and common and not set(reservation.devices) & set(other_reservation.devices):
                 raise PlacementError(
                     f"{process} and {other} are on the same device",
-                    why=f"each has its own by plan, and both report device {common[0]} of {held.host}",
-                    fix="check visible_variable in the backend's DeviceMap, and its set_device; on a cluster, check "
-                    "that each device of a machine is counted once",
+                    why=f"by plan each has its own device, but both report device {common[0]} of {report.host}",
+                    fix="check the backend's set_device and its DeviceMap's visible_variable; on a cluster, check that "
+                    "each device of a machine is counted once",
                 )
-        self._reports[process] = (reservation, held)
+        self._reports[process] = (reservation, report)
 
     def remove(self, process: str) -> None:
         """Remove the report of a process that has ended."""
         self._reports.pop(process, None)
 
     def __str__(self) -> str:
-        held = {process: self._reports[process][1] for process in self._processes if process in self._reports}
-        several_hosts = len({one.host for one in held.values()}) > 1
+        reports = {process: self._reports[process][1] for process in self._processes if process in self._reports}
+        several_hosts = len({report.host for report in reports.values()}) > 1
         return ", ".join(
-            f"{process} on device {'+'.join(one.names)}{f' of {one.host}' if several_hosts else ''}"
-            for process, one in held.items()
+            f"{process} on device {'+'.join(report.names)}{f' of {report.host}' if several_hosts else ''}"
+            for process, report in reports.items()
         )

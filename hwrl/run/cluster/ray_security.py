@@ -1,4 +1,4 @@
-"""Keep a run's private Ray closed to other users and machines: own directory, token, loopback interface."""
+"""Keep a run's private Ray closed to other users and machines: a private directory, a token, the loopback interface."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LONGEST_SOCKET = "/hwrl-0000/r/session_2026-01-01_00-00-00_000000_4194304/socke
 
 @contextlib.contextmanager
 def private_ray() -> Iterator[Path]:
-    """Within this block a started Ray serves only this user on this machine; yield the directory for its files.
+    """Make a Ray that starts in this block serve only this user on this machine. Yields the directory for its files.
 
-    Ray makes its directory writable for all users, so we put it into a directory of mode 0700. The end of the block
-    deletes it; the next run deletes the directory of a killed run. Each run has a new token.
+    Ray makes its directory writable for all users, so it gets a parent directory of mode 0700. The parent is deleted at
+    the end of the block. If a run is killed, the next run deletes it. Each run has a new token.
     """
     with _own_directory(_base_directory()) as own:
         token = own / _TOKEN
@@ -46,9 +46,9 @@ def private_ray() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def secured(security: str | None) -> Iterator[None]:
-    """Within this block Ray uses a token, and with ``security="tls"`` TLS as well; None leaves the environment alone.
+    """Make Ray use a token in this block, and with ``security="tls"`` also TLS. None does not change the environment.
 
-    Raises ConfigError if TLS lacks one of its files.
+    Raises ConfigError if one of the files for TLS is missing.
     """
     if security is None:
         yield
@@ -65,19 +65,22 @@ def _check_tls_files() -> None:
     missing = [name for name in _TLS_FILES if not os.access(os.environ.get(name, ""), os.R_OK)]
     if missing:
         raise ConfigError(
-            "cluster_security=tls lacks a file",
-            why=f"no readable file is named by {', '.join(missing)}",
+            "cluster_security=tls needs files that cannot be read",
+            why=f"{', '.join(missing)} must name readable files",
             fix="set them to this machine's certificate, its key, and the certificate of the cluster's authority",
         )
 
 
 def check_security(security: str | None, address: str, *, is_open: bool | None) -> None:
-    """Raise ConfigError if the cluster at ``address`` lacks ``security``. ``is_open`` is None if that is unknown."""
+    """Raise ConfigError unless the cluster at ``address`` has ``security``.
+
+    ``is_open`` says whether it admits clients without a token; None if that is not known.
+    """
     if security is None or is_open is False:
         return
     raise ConfigError(
-        f"the Ray cluster {address} does not fulfil cluster_security={security}",
-        why="it admits clients without a token" if is_open else "only a host:port of its head can be checked",
+        f"the Ray cluster {address} does not satisfy cluster_security={security}",
+        why="it admits clients without a token" if is_open else "only an address host:port of its head can be checked",
         fix="start its nodes with RAY_AUTH_MODE=token (docs/cluster.md)" if is_open else "set RAY_ADDRESS to host:port",
     )
 
@@ -93,18 +96,18 @@ def admits_without_token(address: str) -> bool:
 
 
 def has_token() -> bool:
-    """Return whether this process uses a token on the cluster that it has joined."""
+    """Return whether this process uses a token in its connection to the cluster."""
     return bool(_raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN)
 
 
 def _base_directory() -> Path:
-    """Return the directory for Ray's own one. Raises ConfigError if the paths of its sockets would be too long."""
+    """Return the directory in which to make the private one. Raises ConfigError if its path is too long for sockets."""
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     room = _SOCKET_PATH_NBYTES - len(_LONGEST_SOCKET)
     if len(os.fsencode(base)) > room:
         raise ConfigError(
             f"Ray cannot run in {base}",
-            why=f"the paths of its sockets may have {_SOCKET_PATH_NBYTES} bytes, and so the directory's {room}",
+            why=f"paths of sockets have at most {_SOCKET_PATH_NBYTES} bytes, which leaves {room} for the directory's",
             fix="set RAY_TMPDIR to a directory with a shorter path, such as /tmp",
         )
     return base
@@ -112,13 +115,13 @@ def _base_directory() -> Path:
 
 @contextlib.contextmanager
 def _own_directory(base: Path) -> Iterator[Path]:
-    """Make a directory for this process, keep it locked, and delete it at the end."""
+    """Make a directory for this process, lock it during the block, and then delete it."""
     try:
         own = _new_directory(base)
     except OSError as exc:
         raise ConfigError(
             f"Ray cannot run in {base}",
-            why=f"it is not possible to create a directory there: {exc}",
+            why=f"no directory can be created there: {exc}",
             fix="set RAY_TMPDIR to a writable directory",
         ) from exc
     owner = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,7 +130,7 @@ def _own_directory(base: Path) -> Iterator[Path]:
         _delete_abandoned(base)
         yield own
     finally:
-        shutil.rmtree(own, ignore_errors=True)  # an agent of Ray may still be writing there
+        shutil.rmtree(own, ignore_errors=True)  # one of Ray's agents may still write to it
         os.close(owner)
 
 
@@ -140,10 +143,10 @@ def _new_directory(base: Path) -> Path:
 
 
 def _delete_abandoned(base: Path) -> None:
-    """Delete this user's directories of killed runs. Their locks are free."""
+    """Delete the directories that killed runs of this user have left. Nobody holds their locks."""
     for abandoned in base.glob(f"{_PREFIX}[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"):
-        with contextlib.suppress(OSError):  # it belongs to another user, is in use, or is gone
-            if abandoned.is_symlink() or not (abandoned / _TOKEN).is_file():  # its run may not hold the lock yet
+        with contextlib.suppress(OSError):  # it belongs to another user, is in use, or was just deleted
+            if abandoned.is_symlink() or not (abandoned / _TOKEN).is_file():  # its run may be starting
                 continue
             owner = os.open(abandoned, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -155,7 +158,7 @@ def _delete_abandoned(base: Path) -> None:
 
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change environment variables within this block, and let Ray read its settings of authentication again."""
+    """Change environment variables during the block, and make Ray read its authentication settings again."""
     before = {name: os.environ.get(name) for name in changes}
     _apply(changes)
     try:
@@ -176,9 +179,10 @@ def _apply(changes: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """Let Ray listen on the loopback interface only, as it does on systems without support for clusters.
+    """Make Ray listen on the loopback interface only, as it does on systems on which it does not support clusters.
 
-    A node address of 127.0.0.1 does not help: Ray replaces it by an external address, and listens everywhere.
+    Setting the node's address to 127.0.0.1 does not help: Ray replaces it with an external address, and listens on all
+    interfaces.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -1,4 +1,4 @@
-"""Ray for the duration of a run: join a cluster, or start a private Ray on this machine and end it again."""
+"""Ray for the duration of a run: join a cluster, or start a private Ray on this machine and end it afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 
 _TOKEN_ADVICE_LOGGER = "ray._private.authentication.authentication_token_setup"
-"""Ray advises here how to turn token authentication off. The run has chosen it, so we hide the advice."""
+"""Ray logs advice here on how to disable authentication by token. We hide it, because the run has chosen the token."""
 _CLIENT_SCHEME = "ray://"
 _CLIENT_PORT = 10001
 _SHUTDOWN_LOG_S = 10.0
@@ -36,16 +36,16 @@ _UNUSED_STARTS = ("start_monitor", "start_api_server", "start_log_monitor")
 """The methods of Ray's Node that start its autoscaler, its web server, and its reader of logs."""
 
 _starting = False
-"""Whether this process is starting Ray at the moment."""
+"""Whether this process is currently starting Ray."""
 
 
 @contextmanager
 def ray_cluster(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
-    """Join the cluster in RAY_ADDRESS, or start a Ray on this machine with room for the run's actors.
+    """Join the cluster at RAY_ADDRESS, or start a Ray on this machine with resources for all actors of the run.
 
-    A started Ray has its own process groups: a signal to the group of this process, from timeout(1) or a job manager,
-    does not reach Ray, and the run can still save a checkpoint. Ray ends when this process ends, for any reason; two of
-    its agents may need another minute.
+    A started Ray has its own process groups. So a signal to the group of this process, from timeout(1) or a job
+    manager, does not reach Ray, and the run can still save a checkpoint. Ray ends when this process ends, for whatever
+    reason, but two of its agents may take another minute.
     """
     with _start(config, log=log) if is_local() else _join(config, log=log):
         try:
@@ -60,9 +60,10 @@ def ray_cluster(config: Config, *, log: Callable[[str], None]) -> Iterator[None]
 
 
 def _end_ray(log: Callable[[str], None]) -> None:
-    """Disconnect from Ray, and end a Ray that this process started. Blocks; logs if it takes long.
+    """Disconnect from Ray, and end it if this process started it. Blocks; logs if that takes long.
 
-    Ray waits for its own processes. After a while we kill the children of this process among them: they may be frozen.
+    Ray waits for its own processes, and some may be frozen. After a while this kills Ray's processes among the children
+    of this process.
     """
     ended = threading.Event()
     threading.Thread(target=_watch_shutdown, args=[ended, log], name="end of Ray", daemon=True).start()
@@ -72,7 +73,7 @@ def _end_ray(log: Callable[[str], None]) -> None:
         raise EngineError(
             "Ray did not end cleanly",
             why=str(exc),
-            fix="end the remaining processes called raylet and gcs_server; check the limits (ulimit -a)",
+            fix="kill the remaining processes named raylet and gcs_server; check the limits (ulimit -a)",
         ) from exc
     finally:
         ended.set()
@@ -82,7 +83,7 @@ def _watch_shutdown(ended: threading.Event, log: Callable[[str], None]) -> None:
     for count in itertools.count(1):
         if ended.wait(_SHUTDOWN_LOG_S):
             return
-        log(f"waiting for Ray to end its processes for {count * _SHUTDOWN_LOG_S:g} s")
+        log(f"waiting for the end of Ray's processes for {count * _SHUTDOWN_LOG_S:g} s")
         if count == _SHUTDOWN_LOGS_BEFORE_KILL:
             for pid in children_of_ray():
                 with suppress(ProcessLookupError):
@@ -92,7 +93,7 @@ def _watch_shutdown(ended: threading.Event, log: Callable[[str], None]) -> None:
 def children_of_ray(proc: Path = Path("/proc")) -> list[int]:
     """Return the children of this process that belong to Ray: raylet, GCS and their helpers.
 
-    A thread or a child may end before we read its file under ``proc``; it is left out.
+    A thread or a child that ends before its file under ``proc`` is read is left out.
     """
     children: list[int] = []
     for task in (proc / "self/task").iterdir():
@@ -119,18 +120,18 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
                     config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
                 )
         except Exception as exc:
-            ray.shutdown()  # ends the started parts
+            ray.shutdown()  # ends the parts that have started
             raise not_started(exc, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
         if not ray.nodes()[0]["NodeManagerAddress"].startswith("127."):
-            log("warning: this version of Ray listens on all interfaces; its token keeps others out")
+            log("warning: this version of Ray listens on all interfaces; only its token keeps others out")
         yield
 
 
 def not_started(exc: Exception, *, file_limit: int) -> EngineError:
-    """Return the error for a failed start of Ray. ``file_limit`` is the limit on a file's size, in bytes."""
+    """Return the error about a failed start of Ray. ``file_limit`` is the limit on the size of a file, in bytes."""
     limited = file_limit != resource.RLIM_INFINITY
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    limit = f"; files may have {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
+    limit = f"; a file can have at most {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
     return EngineError(
         "Ray did not start on this machine",
         why=f"{type(exc).__name__}: {lines[0] if lines else 'no reason given'}{limit if limited else ''}",
@@ -141,14 +142,14 @@ def not_started(exc: Exception, *, file_limit: int) -> EngineError:
 
 
 def local_devices(config: Config) -> int:
-    """Return the number of devices on this machine; without devices, the number of processes to place on it."""
+    """Return the number of devices on this machine. Without devices: of processes that the machine is said to hold."""
     if has_devices(get_backend()):
         return get_backend().device_count()
     return max(config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel, os.cpu_count() or 1)
 
 
 def _resources(config: Config) -> dict[str, Any]:
-    """Return this machine's resources for Ray. Ray itself finds only the devices of some vendors."""
+    """Return this machine's resources for Ray, because Ray itself finds the devices of only some vendors."""
     devices, count = get_backend().devices, local_devices(config)
     resources = {} if devices.ray_resource is None else devices.ray_options(count)
     return resources | {"num_cpus": max(count, os.cpu_count() or 1)}
@@ -156,9 +157,9 @@ def _resources(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Give each process forked in this block its own process group.
+    """Put each process that is forked in this block into its own process group.
 
-    Ray forks its processes itself, by Popen with preexec_fn. Python then calls the fork hooks, and one of them sets the
+    Ray starts its processes with Popen and a preexec_fn, so Python forks and calls the fork hooks. One of them sets the
     group. Remove this when ray.init has an option for it.
     """
     global _starting
@@ -179,11 +180,11 @@ os.register_at_fork(after_in_child=_leave_group)
 
 @contextmanager
 def few_processes() -> Iterator[None]:
-    """Let Ray start no autoscaler, no web server and no reader of logs: a run on one machine uses none of them.
+    """Make Ray start without its autoscaler, web server and log reader. A run on one machine does not use them.
 
-    They would take two seconds of CPU time, and memory for the whole run. ``include_dashboard=False`` leaves out only
-    the pages of the web server. A Ray without these private methods starts all its processes. Remove this when
-    ray.init has options for them.
+    They would take two seconds of CPU time at the start, and memory during the whole run. ``include_dashboard=False``
+    omits only the pages of the web server. If a version of Ray does not have these private methods, it starts all its
+    processes. Remove this when ray.init has options for them.
     """
     node = _ray_node()
     before = {name: vars(node)[name] for name in _UNUSED_STARTS if name in vars(node)}
@@ -197,7 +198,7 @@ def few_processes() -> Iterator[None]:
 
 
 def _ray_node() -> type:
-    """Return Ray's class with the methods that start processes; a class without them if Ray has it no longer."""
+    """Return the class of Ray whose methods start its processes; ``object`` if this version of Ray lacks it."""
     try:
         node: type = importlib.import_module("ray._private.node").Node
     except (ImportError, AttributeError):
@@ -233,7 +234,7 @@ def _join(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _is_open(address: str) -> bool | None:
-    """Return whether the cluster admits clients without a token, None if ``address`` does not tell its head."""
+    """Return whether the cluster admits clients without a token; None if ``address`` is not a host and port."""
     if not _check_port(address) or _CLIENT_SCHEME in address:
         return None
     try:
@@ -243,9 +244,9 @@ def _is_open(address: str) -> bool | None:
 
 
 def _check_port(address: str) -> bool:
-    """Return whether ``address`` is an open port of a host. Ray itself would try to connect for minutes.
+    """Return whether something listens at ``address``. Ray itself would try to connect for minutes.
 
-    Returns False for another kind of address. Raises ConfigError if nothing accepts the connection.
+    Returns False if ``address`` is not a host and port. Raises ConfigError if nothing accepts the connection.
     """
     host, colon, port = address.removeprefix(_CLIENT_SCHEME).rpartition(":")
     if address.startswith(_CLIENT_SCHEME) and not colon:
@@ -278,7 +279,7 @@ def _connect(config: Config, **options: Any) -> None:
 
 @contextmanager
 def _kept_signal_handlers() -> Iterator[None]:
-    """Keep this process's signal handlers. ray.init would set one for SIGTERM that exits at any point of the program.
+    """Keep this process's signal handlers. ray.init would set one for SIGTERM that exits from anywhere in the program.
 
     Remove this when ray.init has an option for it.
     """

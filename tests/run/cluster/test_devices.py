@@ -44,7 +44,7 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
 def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: Cluster) -> None:
     group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
     ray.util.remove_placement_group(group)
-    with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
+    with pytest.raises(ConfigError, match="the largest needs 5 on one machine"):
         reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
     group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
     ray.util.remove_placement_group(group)

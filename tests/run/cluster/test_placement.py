@@ -33,14 +33,14 @@ def test_each_process_has_a_device_of_its_own_if_there_are_enough() -> None:
     assignment = assign_devices(devices=8, ranks=2, replicas=3, tensor_parallel=1, may_share=True)
     assert [place.devices for place in (*assignment.ranks, *assignment.replicas)] == [(0,), (1,), (2,), (3,), (4,)]
     assert {place.share for place in (*assignment.ranks, *assignment.replicas)} == {1.0}
-    assert not assignment.shared and str(assignment) == "each process has its own"
+    assert not assignment.shared and str(assignment) == "each process has its own device"
 
 
 def test_replicas_share_what_the_trainer_leaves() -> None:
     assignment = assign_devices(devices=4, ranks=2, replicas=5, tensor_parallel=1, may_share=True)
     assert [place.share for place in assignment.ranks] == [1.0, 1.0]
     assert [place.devices for place in assignment.replicas] == [(2,), (3,), (2,), (3,), (2,)]
-    assert assignment.shared and "the devices beside the trainer's" in str(assignment)
+    assert assignment.shared and "the devices that the trainer does not use" in str(assignment)
 
 
 def test_replicas_share_the_trainers_devices_if_nothing_is_left() -> None:
@@ -60,7 +60,7 @@ def test_replicas_of_several_devices_have_them_to_themselves() -> None:
 
 @pytest.mark.parametrize("may_share", [True, False])
 def test_replicas_of_several_devices_share_none(may_share: bool) -> None:
-    wanted = r"needs 5 devices(.|\n)*rollout\.replicas=2 of rollout\.tensor_parallel=2 share none, and 4 are free"
+    wanted = r"needs 5 devices(.|\n)*rollout\.tensor_parallel=2 need devices of their own, and 4 are free"
     with pytest.raises(ConfigError, match=wanted):
         assign_devices(devices=4, ranks=1, replicas=2, tensor_parallel=2, may_share=may_share)
 
@@ -82,12 +82,12 @@ def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) 
 
 
 def test_more_ranks_than_devices_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.ranks=3 share none, and 2 are free"):
+    with pytest.raises(ConfigError, match=r"train\.ranks=3 need devices of their own, and 2 are free"):
         assign_devices(devices=2, ranks=3, replicas=1, tensor_parallel=1, may_share=True)
 
 
 def test_what_may_not_be_shared_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.replicas=2 share none, and 2 are free"):
+    with pytest.raises(ConfigError, match=r"rollout\.replicas=2 need devices of their own, and 2 are free"):
         assign_devices(devices=2, ranks=1, replicas=2, tensor_parallel=1, may_share=False)
 
 
@@ -108,7 +108,7 @@ def test_what_may_not_be_shared_is_not() -> None:
         ({"shared": False}, {Capability.DEVICE_IPC}, "ipc", "no collectives (collectives: no)"),
         ({"shared": False}, set(), "host", "no collectives (collectives: no), and IPC is not possible"),
         ({"bypass_cpu": False}, set(), "host", "bypass_cpu is false"),
-        ({"one_machine": False}, {Capability.DEVICE_IPC}, "device", "groups are staged through the host"),
+        ({"one_machine": False}, {Capability.DEVICE_IPC}, "device", "the data is staged through the host"),
     ],
 )
 def test_the_transport_follows_from_what_the_device_can(
@@ -147,10 +147,10 @@ def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, able: set
         ({"transport": "ipc"}, 1, "by ipc"),
         ({"machines": None}, 1, "not known"),
         ({"machines": Machines(["a"] * 4, ["a"] * 4)}, 1, "on one machine"),
-        ({}, 4, "a receiving machine 8"),
+        ({}, 4, "a receiving machine has up to 8"),
         ({"ranks": 16, "machines": Machines(["a"] * 8 + ["b"] * 8, ["c"] * 9)}, 8, "16 ranks on 2 machines"),
-        ({"machines": Machines(["a"] * 4, ["b", "c"])}, 1, "a receiving machine 1"),
-        ({"machines": Machines(["a", "a", "b", "b"], ["b"])}, 1, "a receiving machine 1"),
+        ({"machines": Machines(["a"] * 4, ["b", "c"])}, 1, "a receiving machine has up to 1"),
+        ({"machines": Machines(["a", "a", "b", "b"], ["b"])}, 1, "a receiving machine has up to 1"),
         ({"own_devices": False, "machines": Machines(["a", "a", "b", "b"], ["b"])}, 2, "each of the trainer's"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_demo_is_not_written_under_a_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_demo_of_more_prompts_than_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"only 110 texts have \[1, 2\] digits, and 528 are needed"):
+    with pytest.raises(ValueError, match=r"528 different prompts are needed, but only 110 have \[1, 2\] digits"):
         write_demo(tmp_path, seed=1, digits=(1, 2, 2), prompts=16)
 
 
@@ -137,7 +137,7 @@ def test_tls_without_its_files_is_an_error_before_a_cluster_is_joined(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", __file__)
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), ["cluster_security=tls"])
-    says = r"no readable file is named by RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT"
+    says = r"RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT must name readable files"
     with pytest.raises(ConfigError, match=says), ray_cluster(config, log=print):
         pass
     assert "RAY_USE_TLS" not in os.environ
@@ -145,7 +145,7 @@ def test_tls_without_its_files_is_an_error_before_a_cluster_is_joined(
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1", "auto"])
 def test_a_cluster_that_cannot_be_checked_is_refused_if_security_is_wanted(address: str) -> None:
-    with pytest.raises(ConfigError, match="only a host:port of its head can be checked"):
+    with pytest.raises(ConfigError, match="only an address host:port of its head can be checked"):
         check_security("token", address, is_open=None)
     check_security(None, address, is_open=None)
 
@@ -169,7 +169,7 @@ def test_joining_a_cluster_that_lets_anyone_in_is_told(tmp_path: Path, monkeypat
     monkeypatch.setenv("RAY_ADDRESS", other.stdout.readline().strip())
     logged: list[str] = []
     path = write_demo(tmp_path, seed=1, prompts=16)
-    says = r"(?s)does not fulfil cluster_security=token.*admits clients without a token"
+    says = r"(?s)does not satisfy cluster_security=token.*admits clients without a token"
     with pytest.raises(ConfigError, match=says), ray_cluster(load_config(path, ["cluster_security=token"]), log=print):
         pass
     with ray_cluster(load_config(path, []), log=logged.append):

@@ -85,4 +85,4 @@ def test_processes_that_share_without_having_been_told_are_refused(
 def test_ranks_do_not_share(site: Path) -> None:
     ended = train(site, "train.ranks=2", devices=1)
     assert ended.returncode != 0
-    assert "train.ranks=2 share none, and 1 are free" in ended.stdout + ended.stderr
+    assert "train.ranks=2 need devices of their own, and 1 are free" in ended.stdout + ended.stderr
