@@ -116,7 +116,7 @@ def test_a_slab_is_not_received_directly_over_bytes_of_others() -> None:
     ("name", "stride", "offset", "why"),
     [
         ("other", (8, 1), 0, "the sender has no tensor of this name"),
-        ("w", (8, 1), 1, r"has it as torch.float32 \[4, 8\], and element 32 is wanted"),
+        ("w", (8, 1), 1, r"has it as torch.float32 \[4, 8\], and a rule copies element 32"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(name: str, stride: tuple[int, ...], offset: int, why: str) -> None:

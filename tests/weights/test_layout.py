@@ -144,7 +144,7 @@ def test_hostile_json_is_refused_or_is_a_layout(found: object) -> None:
     ids=["empty", "cut", "deep", "binary", "newer", "long", "nan"],
 )
 def test_malformed_text_is_refused(text: str | bytes) -> None:
-    with pytest.raises(LayoutMismatchError, match="no weight layout"):
+    with pytest.raises(LayoutMismatchError, match="not a weight layout"):
         WeightLayout.from_json(text)
 
 

@@ -226,7 +226,7 @@ def test_shared_memory_that_no_process_of_this_user_exported_is_not_opened(tmp_p
         os.fchown(file, os.getuid() + (fault == "another user's"), -1)
         inode = os.fstat(file).st_ino + (fault == "another file")
         place: Handle = {"pid": os.getpid(), "fd": file, "inode": inode, "offset": 0, "nbytes": 0}
-        with pytest.raises(HwrlError, match=r"is now another file|belongs to another user or is open to others"):
+        with pytest.raises(HwrlError, match=r"is another file by now|belongs to another user or is open to others"):
             _opened_elsewhere(place)
     finally:
         os.close(file)

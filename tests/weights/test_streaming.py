@@ -228,7 +228,7 @@ def test_a_sender_killed_in_mid_stream_leaves_no_version_and_the_next_sender_rep
     store = serve_store()
     with _stream_of(store, timing=ReceiverTiming(slack_s=0.5)) as receiver:
         with Processes(_die_in_mid_stream, 1, store_address(store)) as processes:
-            with pytest.raises(TransferFailedError, match="did not commit"), receiver.stream() as incoming:
+            with pytest.raises(TransferFailedError, match="was not committed"), receiver.stream() as incoming:
                 for _ in incoming:
                     pass
             assert incoming.attempts == 1 and receiver.version is None

@@ -54,7 +54,7 @@ def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store
         with changed.open("r+b") as file:
             file.write(b"\x01")
         with pytest.raises(
-            TransferFailedError, match=r"other bytes came than were written \(corrupt: slabs \[0\] of 1"
+            TransferFailedError, match=r"the bytes received differ from those written \(corrupt: slabs \[0\] of 1"
         ):
             receiver.receive(timeout_s=20.0)
         assert receiver.version == 1 and old["w"][0].item() == 1.0
@@ -120,6 +120,13 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
         sender.publish(3, _slabs(3))
         assert old.receive(timeout_s=20.0)["w"].sum().item() == 3 * 4096.0
         assert store.num_keys() == keys
+
+
+def test_a_single_file_holds_a_single_version(store: Store) -> None:
+    with sender_of(store, transport="host", versions=1, timeout_s=0.05) as sender:
+        sender.publish(1, model_of(1))
+        with pytest.raises(TransferFailedError, match="versions=1 leaves one file, and it has the newest version"):
+            sender.publish(2, model_of(2))
 
 
 def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> None:
@@ -239,7 +246,7 @@ def test_a_directory_or_a_link_that_no_sender_of_this_user_made_is_not_opened(
         forged = _forged(Path(proposal.payload.directory), fault)
         payload = replace(proposal.payload, directory=str(forged))
         channel_of(store).propose(replace(proposal, number=proposal.number + 1, payload=payload))
-        with pytest.raises(TransferFailedError, match=r"no directory of a sender|Not a directory|symbolic link"):
+        with pytest.raises(TransferFailedError, match=r"not a sender's directory|Not a directory|symbolic link"):
             receiver.receive(timeout_s=20.0)
         with sender_of(store, **options) as other:  # it deletes the directories of dead senders
             other.publish(2, model_of(2))

@@ -281,8 +281,8 @@ class OpeningHere(CpuBackend):
 @pytest.mark.parametrize(
     ("late", "order"),
     [
-        (False, ["open 0", "taken/0", "open 1", "taken/1", "open sums", "taken/2"]),
-        (True, ["open 0", "open 1", "taken/0", "open sums", "taken/1", "taken/2"]),
+        (False, ["open 0", "copied/0", "open 1", "copied/1", "open sums", "copied/2"]),
+        (True, ["open 0", "open 1", "copied/0", "open sums", "copied/1", "copied/2"]),
     ],
 )
 def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, late: bool, order: list[str]) -> None:
