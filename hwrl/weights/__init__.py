@@ -27,8 +27,8 @@ The objects on the way, from the user's call to the memory:
 - Receiver in an engine: the engine's process has the :class:`LinkRegistrations`, and each worker an
   :class:`EngineReceiver` with a :class:`WeightIntake`.
 
-Nothing here authenticates anybody: whoever reaches the store can join a link or depose its sender. The store keeps
-strangers out (:mod:`hwrl.comm`).
+Nothing here authenticates anybody. Any process with a connection to the store can join a link or depose its sender;
+the store itself keeps strangers out (:mod:`hwrl.comm`).
 """
 
 from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender

@@ -110,9 +110,8 @@ class WeightSender:
     ) -> TransferReport:
         """Send ``weights`` as ``version``. Block until each receiver has committed it, or is excluded or postponed.
 
-        ``to`` names the receivers; None means all that have joined. The report lists a name that has not joined under
-        ``excluded``, and nothing waits for it (:meth:`wait_for_receivers` does). The host transport cannot choose
-        receivers.
+        ``to`` names the receivers; None means all that have joined. A name that has not joined is not waited for, and
+        the report has it under ``excluded``. The host transport cannot choose receivers.
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
         It is read during the transfer, and again if the transfer is repeated. Tensors that are made during the read
@@ -122,12 +121,11 @@ class WeightSender:
         Tensors must not change until this returns.
 
         The first call plans the layout from the source's metadata, or from an iterator while it is read. Later calls
-        must bring the same names, dtypes and shapes in the same order; otherwise they raise LayoutMismatchError.
+        must bring the same names, dtypes and shapes in the same order (LayoutMismatchError).
 
-        A version's number stands for its tensors. Publishing the newest version again sends it only to receivers that
-        lack it (with the host transport, it is stored again for all). With ``again`` the number stands for nothing, for
-        example because it counts steps: the tensors are sent to all receivers, and the number may be lower than the
-        last one. Without receivers the device and ipc transports send nothing.
+        Publishing the newest version again sends it only to receivers without it (the host transport stores it for all
+        again). With ``again`` the tensors count as new: they are sent to all receivers, and ``version`` may be any
+        number, a step for example. Without receivers the device and ipc transports send nothing.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
         transfer fails repeatedly and no receiver is at fault. No attempt begins later than four times ``timeout_s``

@@ -9,7 +9,7 @@ from hwrl.weights.source import Gatherers
 
 
 def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
-    """Return the ranks that send: rank 0 and others at equal distances, so that they are on as many hosts as possible.
+    """Return the sending ranks: rank 0 and others at equal distances, to have them on as many hosts as possible.
 
     >>> sender_ranks(2, 8), sender_ranks(3, 4)
     ((0, 4), (0, 1, 2))
@@ -18,7 +18,7 @@ def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
 
 
 def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
-    """Return, for each slab, the number of the share that has it: the share with the fewest bytes so far.
+    """Return the number of each slab's share. A slab joins the share with the fewest bytes so far.
 
     So at every point of the layout the shares differ by one slab at most. All senders work at the same time, and none
     needs tensors far ahead of the others.
@@ -33,10 +33,10 @@ def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
 
 
 class Shares:
-    """The division of a layout's slabs among several senders, and the tensors that each of them needs.
+    """The division of a layout's slabs among several senders, and the tensors for each share.
 
-    ``ranks`` has the rank of each sender, by the number of its share. Share 0 also has the tensors that are in no slab,
-    which are empty.
+    ``ranks`` has the rank of each sender, by the number of its share. Share 0 also has the empty tensors, because they
+    are in no slab.
     """
 
     def __init__(self, layout: WeightLayout, ranks: Sequence[int]) -> None:
@@ -52,11 +52,11 @@ class Shares:
         )
 
     def entries_of(self, share: int) -> tuple[int, ...]:
-        """Return the numbers of the tensors that ``share`` needs, in order."""
+        """Return the numbers of the tensors needed by ``share``, in order."""
         return tuple(number for number, shares in enumerate(self._of_entry) if share in shares)
 
     def names_beside(self, share: int) -> frozenset[str]:
-        """Return the names of the tensors that other shares need and ``share`` does not."""
+        """Return the names of the tensors needed only by other shares."""
         pairs = zip(self._layout.entries, self._of_entry, strict=True)
         return frozenset(entry.name for entry, shares in pairs if share not in shares)
 
