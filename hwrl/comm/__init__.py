@@ -5,6 +5,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
 from hwrl.comm.sockets import process_sockets
+from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import (
     await_keys,
     clone_store,
@@ -30,6 +31,7 @@ __all__ = [
     "await_keys",
     "call_off_group",
     "clone_store",
+    "collectives_of",
     "connect_store",
     "forget_group",
     "is_on_loopback",

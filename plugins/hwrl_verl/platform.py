@@ -16,6 +16,7 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from hwrl import get_backend
+from hwrl.comm import collectives_of
 from hwrl.interfaces import Backend, Capability
 
 
@@ -37,8 +38,13 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
     empty_cache = _method("empty_cache")
     manual_seed = _method("seed")
     nvtx_range = _method("range")
-    communication_backend_name = _method("comm_library")
     ray_resource_options = _method("devices.ray_options")
+
+    def communication_backend_name(self) -> str:
+        """Return the library of the device's groups: hwrl's staged groups if the device has no library of its own."""
+        if self._backend.supports(Capability.COLLECTIVES).usable:
+            return self._backend.comm_library()
+        return collectives_of(self._backend).group_library()
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """Return False: otherwise verl's detection would choose this platform where nobody asked for it."""

@@ -6,12 +6,15 @@ import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
+from hwrl.comm import HashStore
 from hwrl.interfaces import Backend
 from tests.plugins.verl import actors
+from tests.support.numbered import INFO, NumberedBackend
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
@@ -83,3 +86,16 @@ def test_ray_and_rollouts_get_what_verls_own_platform_gives(
     assert (platform.ray_resource_name(), platform.ray_resource_options(0.5)) == (resource, options)
     assert platform.ray_noset_envvars() == [noset]
     assert variable in platform.rollout_env_vars()
+
+
+def test_a_device_without_a_library_has_staged_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBERED_MUTE", "1")
+    platform = platform_of(NumberedBackend(INFO), monkeypatch)
+    library = platform.communication_backend_name()
+    dist.init_process_group(f"{platform.device_name}:{library}", store=HashStore(), rank=0, world_size=1)
+    try:
+        reduced = torch.ones(2)
+        dist.all_reduce(reduced)
+        assert library != "gloo" and torch.equal(reduced, torch.ones(2))
+    finally:
+        dist.destroy_process_group()
