@@ -164,7 +164,7 @@ class DeviceSender:
             under_way.append((pending, lease, tensors))
             self._sums.add(index, lease.memory)
             if len(under_way) >= self._under_way:
-                under_way.popleft()[0].wait()
+                under_way.popleft()[0].wait()  # with streams this orders the stream, and the host goes on
         reader.finish()
         for pending, *_ in under_way:
             pending.wait()
@@ -207,13 +207,13 @@ class DeviceReceiver:
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor:
-        """Receive the slabs, then the sender's checksums. Blocks until the collectives are done."""
+        """Receive the slabs, then the sender's checksums. Blocks until the collectives are done on the device."""
         try:
             lanes = self._lanes_for(receiving)
             with clock.span(self._context.backend):
                 theirs, newest = self._receive_slabs(receiving, lanes, destination, sums)
             for pending in newest:
-                pending.complete()  # blocks; before any other wait for the device, which hangs if the sender is lost
+                pending.complete()  # blocks the host; any other wait for the device would hang if the sender is lost
             return theirs
         except BaseException:  # the ranks of the groups are out of step
             self.abort()
