@@ -134,8 +134,8 @@ class WeightReceiver:
     def poll(self) -> int | None:
         """Return the proposed version if this receiver lacks it, else None. Never blocks.
 
-        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if this receiver was
-        excluded, at most half a second later.
+        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError within half a second after
+        this receiver was excluded.
         """
         self._join_if_left()
         proposal = self._registrations.poll()

@@ -74,8 +74,8 @@ class LinkRegistrations:
     def poll(self) -> Proposal | None:
         """Return the newest proposal if it is new and for one of the members, else None. Never blocks.
 
-        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if a member was excluded,
-        at most half a second later.
+        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError within half a second after a
+        member was excluded.
         """
         newest, now_s = self.channel.newest(), time.monotonic()
         if newest <= self._done and now_s - self._checked_s < _CHECK_S:

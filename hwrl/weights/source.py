@@ -30,9 +30,9 @@ _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 class WeightSource:
     """Named tensors that a transfer can read as often as it needs. ``a + b`` reads ``a``, then ``b``.
 
-    ``metadata`` returns an iterator of names and tensors. Only their dtypes and shapes count, so meta tensors are
-    enough; two names of the same meta tensor object mean tied weights. ``read`` returns an iterator of the tensors
-    themselves, in the same order.
+    ``metadata`` returns an iterator of names and tensors with the right dtypes and shapes. Meta tensors are enough, but
+    only real ones show that they are contiguous in one storage. Two names of the same meta tensor object mean tied
+    weights. ``read`` returns an iterator of the tensors themselves, in the same order.
 
     ``holds_tensors`` says that all tensors stay alive between two reads; otherwise they are made during a read.
     ``one_shot`` says that ``read`` works only once. A transfer that breaks then fails instead of being repeated.
