@@ -1,4 +1,4 @@
-"""The keys of a run's algorithm: advantages, the loss, and the critic of PPO."""
+"""The keys of the sections ``algorithm`` (advantages and loss) and ``critic`` (for PPO)."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ from hwrl.run.config.values import (
 from hwrl.train import AdvantageName, AggregationMode, ImportanceLevel, KlEstimator, LossName, RejectionMode
 
 _WEIGHTED = ("tis", "decoupled")
-"""The losses with importance weights of their own."""
+"""The losses with importance weights, to which ``rollout_is`` applies."""
 _WITHOUT_BASELINE = ("gae", "reinforce_plus_plus")
-"""The advantages that need no other response to the same prompt."""
+"""The advantages that do not compare a response with others to the same prompt."""
 
 
 class AlgorithmConfig(Section):
-    """Advantages and loss; [algorithms](algorithms.md) has formulas and sources, and shows how to write your own."""
+    """Advantages and loss; [algorithms](algorithms.md) has the formulas, and how to write your own."""
 
     advantage: Annotated[Function, AfterValidator(built_in_or_function(get_args(AdvantageName)))] = "grpo"
-    """A built-in one: ``grpo``, ``dr_grpo``, ``rloo``, …; ``gae``: from a [critic](#critic); or your function."""
+    """A built-in one: ``grpo``, ``dr_grpo``, ``rloo``, …; ``gae`` with a [critic](#critic); or your function."""
     loss: Annotated[Function, AfterValidator(built_in_or_function(get_args(LossName)))] = "ppo_clip"
     """A built-in one: ``ppo_clip``, ``tis``, ``decoupled``, ``gspo``, ``cispo``; or your function."""
     clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
-    """How far the ratio may fall below 1."""
+    """Lower clip range: a ratio below 1 - ``clip_ratio_low`` is clipped."""
     clip_ratio_high: PositiveReal = 0.28
-    """How far the ratio may rise above 1."""
+    """Upper clip range: a ratio above 1 + ``clip_ratio_high`` is clipped."""
     rollout_is: ImportanceLevel = "token"
-    """Importance weights of off-policy tokens (``tis`` and ``decoupled``): of each token, or of its ``sequence``."""
+    """Importance weights of off-policy tokens (``tis``, ``decoupled``): one per ``token``, or per ``sequence``."""
     rollout_is_threshold: PositiveReal = 2.0
-    """Upper limit of these weights."""
+    """Importance weights are truncated to this value."""
     rollout_rs: RejectionMode | None = None
-    """Reject a token by its ratio to the rollout's policy, or all tokens by their product or geometric mean."""
+    """Reject tokens by their ratio to the rollout policy, or whole responses by its product or geometric mean."""
     rollout_rs_threshold: PositiveReal = 2.0
-    """Largest ratio without rejection."""
+    """Upper bound of accepted ratios."""
     rollout_rs_threshold_lower: PositiveReal | None = None
-    """Smallest ratio without rejection; null: 1 / ``rollout_rs_threshold``."""
+    """Lower bound of accepted ratios; null: 1 / ``rollout_rs_threshold``."""
     loss_agg_mode: AggregationMode = "token-mean"
-    """How tokens' losses become [one number](algorithms.md#aggregation)."""
+    """How the losses of tokens are [aggregated](algorithms.md#aggregation) to one number."""
     loss_scale_factor: PositiveReal | None = None
-    """The divisor of ``seq-mean-token-sum-norm``; null: ``rollout.max_new_tokens``."""
+    """Divisor for ``seq-mean-token-sum-norm``; null: ``rollout.max_new_tokens``."""
     kl_coeff: NotNegativeReal = 0.0
-    """Factor of the divergence from the starting model in the loss; 0: no such model is kept."""
+    """KL loss coefficient, for the divergence from the starting model; 0: no reference model is kept."""
     kl_estimator: KlEstimator = "k3"
-    """How the divergence is estimated: ``k1``, ``k2`` or ``k3``."""
+    """Estimator of the KL divergence: ``k1``, ``k2`` or ``k3``."""
     entropy_coeff: NotNegativeReal = 0.0
-    """Factor of the entropy that the loss rewards."""
+    """Entropy bonus coefficient."""
     mask_truncated: bool = False
-    """Leave truncated responses out of the loss."""
+    """Exclude truncated responses from the loss."""
     overlong_buffer_tokens: NotNegative = 0
-    """The last tokens before ``rollout.max_new_tokens`` in which a response loses reward; 0: none do."""
+    """Length of the soft overlong zone (DAPO), the last tokens before ``rollout.max_new_tokens``; 0: no zone."""
     overlong_penalty: NotNegativeReal = 1.0
-    """The reward that a response of ``rollout.max_new_tokens`` loses."""
+    """Penalty at the end of the overlong zone. It grows linearly from 0 at the start of the zone."""
     ppo_epochs: Positive = 1
-    """Passes over each batch."""
+    """Training passes over each batch."""
     mini_batches: Positive = 1
-    """Optimizer steps per pass."""
+    """Mini-batches per pass: each makes one optimizer step."""
     filter_groups: bool = False
-    """Train only on prompts with different rewards ([dynamic sampling](training.md#dynamic-sampling))."""
+    """Train only on prompts whose rewards differ ([dynamic sampling](training.md#dynamic-sampling))."""
     max_filtered_in_a_row: Positive = 1000
-    """Prompts that may be filtered with no other finished prompt between them, before the run ends with an error."""
+    """Maximum number of prompts filtered without another finished prompt in between. One more ends the run."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> AlgorithmConfig:
@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
                 f"loss_scale_factor is for loss_agg_mode=seq-mean-token-sum-norm, not {self.loss_agg_mode}"
             )
         if self.rollout_rs is None and (self.rollout_rs_threshold != 2 or self.rollout_rs_threshold_lower is not None):
-            raise ValueError("rollout_rs_threshold rejects nothing without rollout_rs; set rollout_rs=token_k1, too")
+            raise ValueError("rollout_rs_threshold has no effect without rollout_rs; also set rollout_rs=token_k1")
         if self.rejection_band[0] >= self.rollout_rs_threshold:
             raise ValueError(
                 f"rollout_rs_threshold_lower={self.rejection_band[0]:g} must be less than "
@@ -90,37 +90,37 @@ class AlgorithmConfig(Section):
 
     @property
     def rejection_band(self) -> tuple[float, float]:
-        """The smallest and the largest ratio without rejection."""
+        """The lower and the upper bound of accepted ratios."""
         return self.rollout_rs_threshold_lower or 1 / self.rollout_rs_threshold, self.rollout_rs_threshold
 
     @property
     def compares_responses(self) -> bool:
-        """Whether advantages only come from differences between the responses to a prompt; a user's may not."""
+        """Whether an advantage compares the responses to a prompt. Taken as False for a user's function."""
         return ":" not in self.advantage and self.advantage not in _WITHOUT_BASELINE
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic makes the advantages."""
+        """Whether the advantages come from a critic."""
         return self.advantage == "gae"
 
 
 class CriticConfig(Section):
-    """The critic of PPO, with ``algorithm.advantage=gae``: a second model, with one output, the value of each token.
+    """The critic of PPO, for ``algorithm.advantage=gae``: a second model, which outputs a value for each token.
 
-    It has the policy's ``train``, ``optimizer`` and adapter settings, but for these.
+    Its other settings are those of the policy: ``train``, ``optimizer`` and the adapter.
     """
 
     path: AbsolutePath | None = None
-    """The directory of the model that it starts from, with a new output layer; null: ``model.path``."""
+    """Directory of the model from which the critic starts, with a new output layer; null: ``model.path``."""
     learning_rate: PositiveReal = 1e-5
-    """Its highest value."""
+    """Peak learning rate of the critic."""
     cliprange_value: PositiveReal = 0.2
-    """How far from the old value the loss follows a value."""
+    """Value clip range: the loss clips a value to this distance from the old value."""
     gamma: Annotated[PositiveReal, Field(le=1)] = 1.0
-    """Discount of rewards, for each token of the policy."""
+    """Discount factor of rewards, per token of the policy."""
     lam: Share = 0.95
-    """λ of generalized advantages: 1 trusts the rewards alone, 0 the next value alone."""
+    """GAE lambda: 1 uses only rewards, 0 only the value of the next token."""
     kl_coef: NotNegativeReal = 0.0
-    """Factor of the divergence from the starting model that each token's reward loses; 0: no such model is kept."""
+    """KL penalty coefficient in the rewards, per token (PPO); 0: no reference model is kept."""
     warmup_steps: NotNegative = 0
-    """Training steps at the start in which the critic learns and the policy does not."""
+    """Training steps at the start that train only the critic."""

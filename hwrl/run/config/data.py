@@ -1,4 +1,4 @@
-"""The parts of the configuration about data: prompts, rewards, evaluations."""
+"""The keys of the sections ``data`` (prompts), ``reward`` and ``eval``."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class DataSetConfig(Section):
     """One of several data sets. [docs/data.md](data.md) explains the keys."""
 
     path: DataPath
-    """A file, a directory of the library ``datasets``, or a name on the hub, ``hf:NAME?split=SPLIT``."""
+    """A file, a directory of the library ``datasets``, or a data set on the hub, ``hf:NAME?split=SPLIT``."""
     name: DataName = ""
-    """Its name in metrics; by default the file's, without the ending."""
+    """Name of the data set in metrics; by default the name of the file without its ending."""
     weight: PositiveReal = 1.0
-    """Its share of the prompts of a mixture, relative to the others."""
+    """Share of the prompts in a mixture, relative to the other data sets."""
     prompt_key: Name | None = None
-    """Instead of ``data.prompt_key``."""
+    """Column with the prompt, in place of ``data.prompt_key``."""
     answer_key: Name | None = None
-    """Instead of ``data.answer_key``."""
+    """Column with the answer, in place of ``data.answer_key``."""
 
 
 def _name_data_sets(value: Any) -> Any:
@@ -68,7 +68,7 @@ def _name_data_sets(value: Any) -> Any:
 def _check_names(sets: tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
     names = [one.name for one in sets]
     if len(set(names)) < len(names):
-        raise ValueError(f"data sets need different names, and these have {', '.join(names)}; give each a name")
+        raise ValueError(f"data sets need different names, but these are called {', '.join(names)}; name each of them")
     return sets
 
 
@@ -87,22 +87,22 @@ def _listed(sets: Path | tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]
 
 
 class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (a text or messages), ``answer`` (anything) and [further columns](data.md)."""
+    """Data sets: rows with ``prompt`` (a text or messages), ``answer`` (any value) and [further columns](data.md)."""
 
     train: DataSets
-    """Prompts to train on: a path (.jsonl, .parquet, a directory), ``hf:NAME?split=SPLIT``, or a list: a mixture."""
+    """Training prompts: a path (.jsonl, .parquet, a directory), ``hf:NAME?split=SPLIT``, or a list for a mixture."""
     eval: DataSets | None = None
-    """Held-out prompts for evaluations, likewise; several sets: a list, or names with paths. null: no evaluations."""
+    """Evaluation prompts: like ``train``; for several sets a list, or names with paths; null: no evaluations."""
     prompt_key: Name = "prompt"
-    """The column with the prompt."""
+    """Column with the prompt."""
     answer_key: Name = "answer"
-    """The column with the answer."""
+    """Column with the answer."""
     curriculum: Function | None = None
     """``package.module:function`` or ``file.py:function`` that [orders the prompts](data.md#curriculum)."""
     max_prompt_tokens: Positive = 1024
-    """A longer prompt is an error."""
+    """Maximum number of tokens in a prompt. A longer prompt is an error."""
     chat_template: Template | None = None
-    """A Jinja template for prompts of messages, or its file; null: [the tokenizer's](data.md#chat-templates)."""
+    """Jinja template for prompts of messages, or its file; null: [the tokenizer's](data.md#chat-templates)."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """Options for the chat template, such as ``enable_thinking: false``."""
 
@@ -110,63 +110,63 @@ class DataConfig(Section):
     @classmethod
     def _all_evaluations_count(cls, sets: Path | tuple[DataSetConfig, ...] | None) -> object:
         if isinstance(sets, tuple) and any(one.weight != 1 for one in sets):
-            raise ValueError("weights are for data.train: each set for evaluations is used whole")
+            raise ValueError("weights are only for data.train: evaluations use every set completely")
         return sets
 
     @property
     def chat_template_file(self) -> Path | None:
-        """The file of the chat template; None if the configuration has its text, or none."""
+        """The file of the chat template; None if the configuration has the text, or no template."""
         template = self.chat_template
         return None if template is None or is_template(template) else Path(template)
 
     @property
     def train_sets(self) -> tuple[DataSetConfig, ...]:
-        """The data sets to train on. A single path has no name."""
+        """The training data sets. A single path gives one data set with an empty name."""
         return _listed(self.train)
 
     @property
     def eval_sets(self) -> tuple[DataSetConfig, ...]:
-        """The data sets for evaluations. A single path has no name."""
+        """The evaluation data sets. A single path gives one data set with an empty name."""
         return () if self.eval is None else _listed(self.eval)
 
-    def keys_of(self, one: DataSetConfig) -> tuple[str, str]:
-        """Return the names of the columns with the prompt and the answer."""
-        return one.prompt_key or self.prompt_key, one.answer_key or self.answer_key
+    def keys_of(self, data_set: DataSetConfig) -> tuple[str, str]:
+        """Return the names of the two columns of ``data_set`` with the prompt and the answer."""
+        return data_set.prompt_key or self.prompt_key, data_set.answer_key or self.answer_key
 
 
 class RewardConfig(Section):
-    """The reward of a response."""
+    """How responses are rewarded."""
 
     function: Function | None = None
-    """``package.module:function`` or ``file.py:function``, of (prompt, response, answer). null: the workflow's."""
+    """``package.module:function`` or ``file.py:function`` of (prompt, response, answer); null: the workflow rewards."""
     attempts: Positive = 3
-    """Calls for one prompt, if the function raises, before the prompt has failed."""
+    """Maximum number of calls for one prompt if the function raises. After that many errors the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call. A longer call is killed; its prompt has failed."""
+    """Time limit for one call. After that its process is killed, and the prompt has failed."""
     workers: ProcessCount = 4
-    """Most processes of each replica that call the function; another one starts when prompts wait."""
+    """Maximum number of processes per replica that call the function. Another one is started when prompts wait."""
     batch: bool = False
-    """Call the function once per prompt, with lists: an element for each response, and so the result."""
+    """Call the function once per prompt, with a list element for each response. It returns a list as well."""
     concurrency: Positive = 64
-    """Calls of an async function at the same time, in each process."""
+    """Maximum number of concurrent calls of an async function in each process."""
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out prompts, spread over the replicas."""
+    """Evaluation on held-out prompts, divided among the replicas."""
 
     every_steps: NotNegative = 0
-    """Training steps between two evaluations; 0: only at the end."""
+    """Training steps between two evaluations; 0: only one at the end. One that is due during another is left out."""
     prompts: Positive = 256
-    """Most prompts of each set, from its beginning."""
+    """Maximum number of prompts of each set, from its beginning."""
     n: Positive = 1
-    """Responses to each prompt. With several there is [pass@k](data.md#evaluation)."""
+    """Number of responses per prompt. With several, [pass@k](data.md#evaluation) is computed."""
     temperature: EvalTemperature = 0.0
-    """Temperature of sampling; 0: greedy."""
+    """Sampling temperature; 0: greedy decoding."""
     pass_reward: Finite = 1.0
-    """A response with this reward, or more, has passed, for pass@k."""
+    """Minimum reward with which a response counts as passed, for pass@k."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
         if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} greedy responses to a prompt would be equal; set temperature, too")
+            raise ValueError(f"n={self.n} greedy responses to a prompt would be equal; also set temperature")
         return self

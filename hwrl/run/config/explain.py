@@ -1,4 +1,4 @@
-"""Explain the mistakes in a configuration: pydantic's errors as sentences, with suggestions."""
+"""Explain mistakes in a configuration: pydantic's errors as sentences, with suggestions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import BaseModel
 
 _MAX_SHOWN = 100
 _RENAMED = {"reward.threads": "reward.workers, which counts processes"}
-"""Keys of earlier versions, and their successors."""
+"""Keys of earlier versions, each with the key that has replaced it."""
 
 
 def describe(error: Any, *, root: type[BaseModel]) -> str:
-    """Return one line for one of pydantic's errors: the key, the mistake and the value, or the likely key.
+    """Return one line about one of pydantic's errors: the key, the mistake and the value, or a suggested key.
 
-    ``root`` is the model of the whole configuration; its sections are models too.
+    ``root`` is the pydantic model of the whole configuration.
     """
-    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith("<"))  # a kind in a union
+    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith("<"))  # "<…>": the tag of a union
     if error["type"] == "model_type":
         return f"{key}: it is a section, not a value; did you mean {' or '.join(keys_in(key, root=root))}?"
     if error["type"] == "extra_forbidden":
@@ -30,7 +30,7 @@ def describe(error: Any, *, root: type[BaseModel]) -> str:
 
 
 def keys_in(section: str, *, root: type[BaseModel]) -> list[str]:
-    """Return the required keys of ``section``, or all its keys if none is required; nothing if it is no section."""
+    """Return the required keys of ``section``; all its keys if none is required; nothing if it is not a section."""
     kind = root.model_fields[section].annotation if section in root.model_fields else None
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return []
@@ -39,24 +39,25 @@ def keys_in(section: str, *, root: type[BaseModel]) -> list[str]:
 
 
 def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
-    """Return the keys of other sections with the same last part, those of the optional critic last.
+    """Return the keys that the user may have meant.
 
-    Without one: the key with the most similar spelling, or the keys with a similar last part.
+    These are the keys of other sections with the same last part, with those of the optional critic at the end. If there
+    are none: the key with the most similar spelling, or the keys with a similar last part.
     """
     keys = _all_keys(root)
     name = key.rpartition(".")[2]
-    moved = [one for one in keys if one.rpartition(".")[2] == name]
+    moved = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     if moved:
-        return sorted(moved, key=lambda one: one.startswith("critic."))
+        return sorted(moved, key=lambda candidate: candidate.startswith("critic."))
     similar = difflib.get_close_matches(key, keys, n=1)
     if similar:
         return similar
-    last = difflib.get_close_matches(name, {one.rpartition(".")[2] for one in keys}, n=1)
-    return [one for one in keys if last and one.rpartition(".")[2] == last[0]]
+    last = difflib.get_close_matches(name, {candidate.rpartition(".")[2] for candidate in keys}, n=1)
+    return [candidate for candidate in keys if last and candidate.rpartition(".")[2] == last[0]]
 
 
 def _all_keys(root: type[BaseModel]) -> list[str]:
-    """Return every key, such as ``train`` and ``train.steps``, each section before its keys."""
+    """Return every key, such as ``train`` and ``train.steps``. A section comes before its keys."""
     keys = []
     for name, field in root.model_fields.items():
         keys.append(name)

@@ -1,4 +1,4 @@
-"""The part of the configuration about generation."""
+"""The keys of the section ``rollout``."""
 
 from __future__ import annotations
 
@@ -34,68 +34,68 @@ EMBEDDED = "embedded"
 
 
 class RolloutConfig(Section):
-    """Generation."""
+    """The rollout side: replicas, their engine, sampling and workflows."""
 
     engine: Name = EMBEDDED
-    """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
+    """``embedded``: a transformers model in the replica's process; or the name of an engine from a plugin."""
     engine_options: Options = Field(default_factory=dict)
-    """The plugin's own settings, checked by the plugin."""
+    """Settings of the plugin's engine. The plugin checks them."""
     replicas: ProcessCount = 1
-    """Rollout processes, each with its own model."""
+    """Number of rollout processes, each with its own copy of the model."""
     n: Positive = 8
-    """Responses per prompt."""
+    """Number of responses per prompt."""
     max_new_tokens: Positive = 256
-    """A longer response is cut off and counts as truncated."""
+    """Maximum number of tokens in a response. A longer response is cut off and counts as truncated."""
     temperature: Temperature = 1.0
-    """Temperature of sampling, and of the trained policy."""
+    """Sampling temperature. The trainer applies it to the logits as well."""
     top_p: TopP = 1.0
-    """Sample among the fewest tokens with this probability together; 1: all ([sampling](training.md#sampling))."""
+    """Sample from the smallest set of tokens with this total probability; 1: all ([sampling](training.md#sampling))."""
     top_k: TopK = -1
-    """Sample among this number of the most probable tokens; -1: all."""
+    """Sample from this number of most probable tokens; -1: all."""
     min_p: Share = 0.0
-    """Drop tokens below this share of the largest probability; 0: none."""
+    """Drop tokens with a probability below this share of the largest one; 0: none."""
     stop: Texts = ()
-    """Texts that end a response, and stay in it."""
+    """Texts that end a response. They remain part of it."""
     stop_token_ids: TokenIds = ()
-    """Tokens that end a response, beside the model's end tokens."""
+    """Tokens that end a response, in addition to the model's end tokens."""
     max_running: Positive = 128
-    """Responses in one replica at the same time."""
+    """Maximum number of responses that one replica generates at the same time."""
     workflow: Function | None = None
-    """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one response, one turn."""
+    """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one turn per sample."""
     workflow_options: UserOptions = Field(default_factory=dict)
-    """Further arguments of the factory. The files of functions in them (``file.py:function``) are inputs of the run."""
+    """Further arguments of the factory. A file named in them as ``file.py:function`` is an input of the run."""
     workflow_timeout_s: Seconds = 300.0
-    """Time limit of one run of the workflow. A longer run is cancelled, and has failed."""
+    """Time limit for one run of the workflow. A longer run is cancelled and counts as failed."""
     workflow_attempts: Positive = 2
-    """Runs of the workflow for one sample, if it fails, before the prompt has failed."""
+    """Maximum number of runs of the workflow for one sample. After that many failures the prompt has failed."""
     max_trajectories: Positive | None = None
-    """Runs of the workflow in one replica at the same time; null: ``max_running``."""
+    """Maximum number of workflow runs in one replica at the same time; null: ``max_running``."""
     max_model_len: Positive | None = None
-    """Most tokens of a trajectory, the prompt included; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
+    """Maximum tokens of a trajectory with its prompt; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
     tool_parser: Name = "hermes"
-    """The form of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of a parser of the engine."""
+    """Format of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of one of the engine's parsers."""
     endpoint_host: Name = "127.0.0.1"
-    """The address of a replica's machine at which [endpoints](agents.md) for agents listen; 0.0.0.0: all of them."""
+    """Address at which a replica's [endpoints](agents.md) for agents listen; 0.0.0.0: all addresses of the machine."""
     group_timeout_s: Seconds = 600.0
-    """Time without [progress](training.md#progress) on a prompt; then its replica counts as hung and is replaced."""
+    """Time limit without [progress](training.md#progress) on a prompt. Then its replica is replaced."""
     max_attempts: Positive = 3
-    """Failures of one prompt before it is given up."""
+    """Maximum number of attempts at a prompt. After that many failures it is given up."""
     on_failure: Literal["stop", "skip"] = "stop"
-    """When a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt; another one is trained."""
+    """If a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt and train on another one."""
     max_skipped_in_a_row: Positive = 10
-    """Prompts that may be skipped with no finished prompt between them; the next one ends the run."""
+    """Maximum number of prompts skipped without a finished prompt in between. One more ends the run."""
     tensor_parallel: ProcessCount = 1
-    """Devices per replica, if its engine can divide a model. It shares none of them."""
+    """Devices per replica, if its engine can divide a model. A replica with several devices does not share them."""
     max_restarts: NotNegative = 3
-    """Restarts of a replica with no finished prompt between them, after growing pauses; then it is given up."""
+    """Maximum consecutive restarts of a replica, without a finished prompt in between. Then it is given up."""
     min_replicas: ProcessCount | None = None
-    """Replicas that must be left if others are given up; null: ``replicas``, or those after scaling down."""
+    """Minimum number of replicas, when some are given up; null: ``replicas``, or the number after scaling down."""
     threads: Threads = 1
-    """Host threads of a replica."""
+    """Host threads per replica."""
     free_cache_engine: bool = False
-    """An idle replica frees its device memory until it has work again."""
+    """Let an idle replica sleep: it frees its device memory until it has work again."""
     sleep_level: Literal[1, 2] = 1
-    """1: an idle replica keeps its weights in host memory; 2: it drops them, and they are sent again."""
+    """1: a sleeping replica keeps its weights in host memory; 2: it drops them and receives them again."""
 
     @property
     def workflow_functions(self) -> dict[str, str]:
@@ -105,21 +105,21 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.engine_options:
-            raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
+            raise ValueError(f"engine_options are for an engine from a plugin; engine={EMBEDDED} has no options")
         return self
 
     @model_validator(mode="after")
     def _a_plugins_engine_is_divided(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.tensor_parallel > 1:
             raise ValueError(
-                f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device"
+                f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device per replica"
             )
         return self
 
     @model_validator(mode="after")
     def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
         if self.sleep_level == 2 and not self.free_cache_engine:
-            raise ValueError("sleep_level=2 is for replicas that sleep; set free_cache_engine=true, too")
+            raise ValueError("sleep_level=2 is for replicas that sleep; also set free_cache_engine=true")
         return self
 
     @model_validator(mode="after")
@@ -127,10 +127,10 @@ class RolloutConfig(Section):
         settings = {name: getattr(self, name) for name in ("workflow_options", "max_trajectories", "max_model_len")}
         given = [name for name, value in settings.items() if value]
         if self.workflow is None and given:
-            raise ValueError(f"{' and '.join(given)} must stay away without a workflow; set workflow, too")
+            raise ValueError(f"{' and '.join(given)} can only be set with a workflow; also set workflow")
         if self.max_trajectories is not None and self.max_trajectories < self.n:
             raise ValueError(
-                f"max_trajectories={self.max_trajectories} must be at least n={self.n}: a prompt's runs go together"
+                f"max_trajectories={self.max_trajectories} must be at least n={self.n}: a prompt's runs start together"
             )
         return self
 
@@ -144,6 +144,6 @@ class RolloutConfig(Section):
     def _a_group_fits(self) -> RolloutConfig:
         if self.max_running < self.n:
             raise ValueError(
-                f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
+                f"max_running={self.max_running} must be at least n={self.n}: the responses to a prompt run together"
             )
         return self

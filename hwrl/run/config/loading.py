@@ -1,4 +1,4 @@
-"""Read a configuration from YAML and ``key=value`` words, and write it back."""
+"""Read a configuration from YAML and ``key=value`` overrides, and write it back."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hwrl.run.config.yaml_reader import parse_yaml, read_file
 RUN_CONFIG = "config.yaml"
 """The file in a run directory with the run's configuration. It begins with RUN_HEADER."""
 RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
-"""The first line of RUN_CONFIG. A file without it is not from hwrl."""
+"""The first line of RUN_CONFIG. hwrl overwrites only a file that begins with it, so the text must not change."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the YAML file ``path``, apply the ``key.subkey=value`` words in order, and validate the result.
+    """Read the YAML file ``path``, apply the ``key.subkey=value`` overrides in order, and validate the result.
 
-    Values in the words are YAML. Relative paths, in the file and in the words, are relative to the working directory.
-    The ``config.yaml`` of a run directory has no ``dir``; it means its own directory. Raises ConfigError.
+    The values in overrides are YAML. Relative paths in the file and in overrides are relative to the working directory.
+    The ``config.yaml`` of a run directory contains no ``dir``: the directory of the file is used. Raises ConfigError.
     """
     if not path.is_file() and "=" in path.name:
-        raise ConfigError(f"{str(path)!r} is no file", why="it looks like a setting", fix="name the YAML file first")
+        raise ConfigError(f"{str(path)!r} is not a file", why="it looks like a setting", fix="name the YAML file first")
     try:
         content = read_file(path)
         tree = parse_yaml(content.decode("utf-8"))
@@ -41,8 +41,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path} holds no sections",
-            why=f"it is a {type(tree).__name__}",
+            f"{path} contains no sections",
+            why=f"its content is a {type(tree).__name__}",
             fix="write 'dir: …', 'model: {path: …}', …",
         )
     if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
@@ -62,7 +62,7 @@ def _fix_of_path(path: Path) -> str:
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
-    """Validate ``tree``. Raises ConfigError with all mistakes, and with a suggestion for each unknown key."""
+    """Validate ``tree``. Raises ConfigError with all mistakes, and with suggestions for unknown keys."""
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
@@ -70,7 +70,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
             why="\n       ".join(mistakes),
-            fix=f"correct each; {manual('configuration.md')} lists every key with its default",
+            fix=f"correct them; {manual('configuration.md')} lists every key with its default",
         ) from exc
 
 
@@ -82,7 +82,7 @@ def dump_config(config: Config) -> str:
 def dump_run_config(config: Config) -> bytes:
     """Return the content of a run directory's ``config.yaml``.
 
-    It has no ``dir``, so that the directory may be moved, and no ``resume``.
+    It contains no ``dir``, so that the directory may be moved, and no ``resume``.
     """
     return (
         RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
@@ -97,7 +97,7 @@ def _override(tree: dict[str, Any], word: str) -> None:
     try:
         value = parse_yaml(text)
     except ValueError as exc:
-        raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
+        raise ConfigError(f"the value in {word!r} cannot be read", why=str(exc), fix="quote it") from exc
     for depth, part in enumerate(parts[:-1], start=1):
         child = tree.setdefault(part, {})
         if not isinstance(child, dict):
@@ -109,4 +109,6 @@ def _override(tree: dict[str, Any], word: str) -> None:
 def _not_a_section(word: str, *, key: str, value: object) -> ConfigError:
     keys = keys_in(key, root=Config)
     fix = f"make {key} a section in the file, with keys like {keys[0]}" if keys else f"set {key}=… itself"
-    return ConfigError(f"{word!r} does not fit", why=f"{key} is the value {value!r}, not a section", fix=fix)
+    return ConfigError(
+        f"{word!r} cannot be applied", why=f"{key} has the value {value!r}, it is not a section", fix=fix
+    )

@@ -1,4 +1,4 @@
-"""The keys of what a run records about itself."""
+"""The keys of the section ``report``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ TENSORBOARD = "tensorboard"
 
 
 class ReportConfig(Section):
-    """What a run records about itself, and where its metrics go."""
+    """Samples, trackers and traces: what a run records about itself."""
 
     samples_per_step: NotNegative = 2
-    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
+    """Trajectories of each step, chosen at random, that are written as text to ``samples.jsonl``; 0: none."""
     trackers: tuple[Function, ...] = (TENSORBOARD,)
-    """Where metrics go, too: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""
+    """Other places for metrics: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""
     tracker_options: dict[Function, Options] = Field(default_factory=dict)
-    """By a name in ``trackers``: the tracker's own settings, which it checks."""
+    """Settings of a tracker, by its name in ``trackers``. The tracker checks them."""
     trace_every: NotNegative = 0
-    """Trace the prompts whose sequence number this divides, for [trackers of traces](watching.md#traces); 0: none."""
+    """Trace every n-th prompt, for [trackers of traces](watching.md#traces); 0: none."""
     run_name: Name | None = None
-    """The run's name in trackers; null: the last part of ``dir``."""
+    """Name of the run in trackers; null: the last part of ``dir``."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> ReportConfig:
         if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
+            raise ValueError(f"trackers={list(self.trackers)} has the same name twice")
         return self
 
     @model_validator(mode="after")
@@ -36,6 +36,6 @@ class ReportConfig(Section):
         unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
         if unused:
             raise ValueError(
-                f"tracker_options are for names in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
             )
         return self

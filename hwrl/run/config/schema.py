@@ -1,4 +1,4 @@
-"""The keys of a run's configuration, with their types, bounds and defaults."""
+"""The configuration of a run: all sections, and the checks between them. Some sections are in other modules."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: AbsolutePath
-    """A directory for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
+    """Directory with a model for ``AutoModelForCausalLM`` and its tokenizer for ``AutoTokenizer``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """For computing, rollout and export. The optimizer always updates float32 parameters."""
+    """Dtype of computation, rollout and export. The optimizer always updates float32 parameters."""
     lora_rank: NotNegative = 0
-    """Rank of a LoRA adapter to train, with the model frozen; 0: train the whole model."""
+    """Rank of the LoRA adapter to train on the frozen model; 0: train the whole model."""
     lora_alpha: PositiveReal = 16.0
-    """The adapter's output in a layer is multiplied by ``lora_alpha / lora_rank``."""
+    """LoRA alpha: the adapter's output is scaled by ``lora_alpha / lora_rank``."""
     target_modules: Layers = "all-linear"
-    """Layers with an adapter, in PEFT's syntax: ``all-linear``, ends of names, or a regular expression."""
+    """Layers with an adapter, in PEFT's syntax: ``all-linear``, suffixes of names, or a regular expression."""
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -53,80 +53,80 @@ class ModelConfig(Section):
 
 
 class AsyncConfig(Section):
-    """How far rollout may run ahead of training."""
+    """How far rollout may run ahead of training, and when replicas take new weights."""
 
     staleness_threshold: NotNegative = 1
-    """Largest age of a trained token, in weight versions; 0: synchronous, on-policy training."""
+    """Maximum age of a trained token, in weight versions; 0: synchronous, on-policy training."""
     trigger_parameter_sync_step: Positive = 1
-    """Training steps between two weight versions."""
+    """Training steps per weight version. The weights are sent to the replicas after every such number of steps."""
     partial_rollout: bool = True
-    """Take new weights between two tokens of a response; otherwise only after the running responses."""
+    """Take new weights in the middle of responses, between two tokens. If false, finish running responses first."""
     adaptive: bool = False
-    """[Move the lead](training.md#balance) within ``staleness_threshold`` by the waits, and let idle replicas sleep."""
+    """[Adapt the lead](training.md#balance), up to ``staleness_threshold``, to the waits; let idle replicas sleep."""
 
 
 class WeightsConfig(Section):
-    """How weights travel from the trainer to the rollouters."""
+    """How weights travel from the trainer to the replicas."""
 
     bypass_cpu: bool = True
-    """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
+    """Send weights from device to device, if possible; false: through host memory, and the trainer does not wait."""
     send_base: Literal["needed", "always"] = "needed"
-    """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
+    """With LoRA, send the base model only to replicas without it; ``always``: with each version, for comparison."""
     senders: Literal["auto"] | Positive = "auto"
-    """How many trainer ranks send the weights, each its share: 1 to ``train.ranks``; auto: several between machines."""
+    """Number of trainer ranks that send the weights, each a share; auto: several if the run has several machines."""
     keep_old_version: bool = False
-    """Give a replica room for two more versions: the old one serves during a transfer, and after a failed one."""
+    """Double-buffer the weights in each replica: it uses the old version during a transfer, and after a failed one."""
     update_weights_bucket_megabytes: Mebibytes | None = None
-    """Size of a slab, MiB; null: a default for the device. Workers receive through a ring of 8 slabs, at most 1 GiB."""
+    """Size of a slab in MiB; null: by device. Workers receive through a ring of 8 slabs, at most 1 GiB."""
     timeout_s: Seconds = 60.0
-    """Time limit for a replica to take part in a transfer; then it is excluded and must join again."""
+    """Time limit for a replica to take part in a transfer. After that it is excluded and must join again."""
 
 
 class CheckpointConfig(Section):
-    """Checkpoints."""
+    """When and how checkpoints are saved, and how many are kept."""
 
     save_every_steps: NotNegative = 50
-    """Training steps between two checkpoints. There is always one at the end and after an interrupt; 0: only then."""
+    """Training steps between two checkpoints; 0: only at the end and after an interrupt, where one is always saved."""
     async_save: bool = False
-    """Write in the background, from a copy; offloaded tensors are written without a copy."""
+    """Write checkpoints in the background, from a copy of the state. Offloaded tensors need no copy."""
     staging: Literal["host", "device"] = "host"
-    """Place of that copy: page-locked host memory, or unused device memory."""
+    """Where the copy is kept: in page-locked host memory, or in unused device memory."""
     max_ckpt_to_keep: Positive | None = 2
-    """Older checkpoints are deleted after the newest is complete; null: keep all."""
+    """Number of checkpoints to keep. Older ones are deleted when a new one is complete; null: keep all."""
 
     @model_validator(mode="after")
     def _only_a_copy_is_staged(self) -> CheckpointConfig:
         if self.staging == "device" and not self.async_save:
-            raise ValueError("staging=device is for saves in the background; set async_save=true, too")
+            raise ValueError("staging=device is for saves in the background; also set async_save=true")
         return self
 
 
 class TimeoutConfig(Section):
-    """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
+    """Time limits for the run's processes. A wait of ten seconds is logged, unless such waits are usual in the run."""
 
     heartbeat_s: Seconds = 60.0
-    """A silence of this length means death: a replica is replaced, the trainers start again."""
+    """A process that does not answer for this time counts as dead: it is replaced, or all trainers start again."""
     start_s: Seconds = 1800.0
-    """To set up one process: imports and model."""
+    """Time limit for the setup of a process: its imports and its model."""
     trainer_s: Seconds = 3600.0
-    """One call of the trainers: a step, a transfer, a save, an export. Then they start again."""
+    """Time limit for a call of the trainers: a step, a transfer, a save, an export. After that they start again."""
     evaluation_s: Seconds = 3600.0
-    """A replica's part of an evaluation. Then the replica is replaced."""
+    """Time limit for a replica's part of an evaluation. After that the replica is replaced."""
 
 
 class Config(Section):
-    """A whole run. ``hwrl train --print-config`` shows every key with its value."""
+    """The configuration of a run. ``hwrl train --print-config`` prints every key with its value."""
 
     dir: AbsolutePath
-    """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
+    """Run directory, for metrics, checkpoints, the trained model and this configuration."""
     seed: Seed = 0
-    """Seed of the order of prompts and of sampling."""
+    """Seed for the order of prompts, for sampling and for the train engine."""
     resume: bool = False
-    """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
+    """Continue from the newest complete checkpoint in ``dir``; without a checkpoint, start at step 0."""
     cluster_security: Literal["token", "tls"] | None = None
-    """What a joined Ray cluster must have: a token, or also TLS; null: it may be open, with a warning."""
+    """Security that a joined Ray cluster must have: a token, or TLS as well; null: an open one gets a warning."""
     goals: dict[Name, Finite] = Field(default_factory=dict)
-    """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
+    """Minimum values of metrics in the last step and the last evaluation. If one is missed, the exit status is 1."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -144,7 +144,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _every_rank_has_a_response(self) -> Config:
-        train = self.train  # a plugin's ranks may share a response, too
+        train = self.train  # with a plugin's engine, all ranks may share a response
         shares = train.ranks // train.context_parallel if train.engine == FSDP else 1
         each = f"train.ranks={shares}"
         if train.context_parallel > 1:
@@ -153,7 +153,7 @@ class Config(Section):
         if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
-                f"{self.rollout.n}) must be at least one for each rank in each mini-batch: {each} * "
+                f"{self.rollout.n}) are too few: each mini-batch needs one for each rank, {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
         return self
@@ -161,7 +161,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _trajectories_are_rewarded(self) -> Config:
         if self.reward.function is None and self.rollout.workflow is None:
-            raise ValueError("reward.function is missing: without rollout.workflow nothing else gives a reward")
+            raise ValueError("reward.function is missing: only a rollout.workflow can give rewards without it")
         return self
 
     @model_validator(mode="after")
@@ -185,7 +185,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _evaluations_have_prompts(self) -> Config:
         if self.eval.every_steps and self.data.eval is None:
-            raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval, prompts to evaluate on")
+            raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval: prompts for evaluations")
         return self
 
     @model_validator(mode="after")
@@ -193,7 +193,7 @@ class Config(Section):
         unmeasured = [name for name in self.goals if name.startswith("eval/")] if self.data.eval is None else []
         if unmeasured:
             raise ValueError(
-                f"goals: {', '.join(unmeasured)} cannot be reached without data.eval, prompts to evaluate on"
+                f"goals: {', '.join(unmeasured)} cannot be reached without data.eval: prompts for evaluations"
             )
         return self
 
@@ -201,8 +201,8 @@ class Config(Section):
     def _the_engine_trains_adapters(self) -> Config:
         if self.model.lora_rank and self.train.engine != FSDP:
             raise ValueError(
-                f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
-                "models, with model.lora_rank=0"
+                f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains only "
+                "whole models, with model.lora_rank=0"
             )
         return self
 
@@ -210,24 +210,25 @@ class Config(Section):
     def _advantages_have_a_source(self) -> Config:
         if self.rollout.n < 2 and self.algorithm.compares_responses:
             raise ValueError(
-                f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
-                "rollout.n=2 or more, or algorithm.advantage=gae or reinforce_plus_plus"
+                f"with rollout.n={self.rollout.n} nothing is learned: algorithm.advantage={self.algorithm.advantage} "
+                "compares the responses to a prompt; set rollout.n=2 or more, or algorithm.advantage=gae or "
+                "reinforce_plus_plus"
             )
         if self.rollout.n < 2 and self.algorithm.filter_groups:
             raise ValueError(
-                f"algorithm.filter_groups=true would filter every prompt: with rollout.n={self.rollout.n} its rewards "
-                "cannot differ; set rollout.n=2 or more, or filter_groups=false"
+                f"algorithm.filter_groups=true would filter every prompt: with rollout.n={self.rollout.n} the rewards "
+                "of a prompt cannot differ; set rollout.n=2 or more, or filter_groups=false"
             )
         if not self.algorithm.has_critic and self.critic != CriticConfig():
             raise ValueError(
-                f"critic has settings, and algorithm.advantage={self.algorithm.advantage} uses no critic; set "
-                "algorithm.advantage=gae, too"
+                f"the section critic has settings, but algorithm.advantage={self.algorithm.advantage} uses no critic; "
+                "also set algorithm.advantage=gae"
             )
         if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
             key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
             missing = "critic" if self.algorithm.has_critic else "reference model"
             raise ValueError(
-                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} has no {missing} for its ranks"
+                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} does not support a {missing}"
             )
         return self
 
@@ -236,22 +237,22 @@ class Config(Section):
         if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "
-                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: it is the last part of it"
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: the overlong zone is at the end of a response"
             )
         return self
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a trajectory, the prompt included."""
+        """The maximum number of tokens in a trajectory, including its prompt."""
         return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
     def has_reference_copy(self) -> bool:
-        """Whether a frozen copy of the model is the reference; an adapter has its base."""
+        """Whether the trainer keeps a frozen copy of the model as the reference. With LoRA, the base serves as one."""
         used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coef != 0)
         return used and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:
-        """Prompts trained with one weight version."""
+        """The number of prompts in all training steps of one weight version."""
         return self.train.batch_groups * self.async_training.trigger_parameter_sync_step

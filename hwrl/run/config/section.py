@@ -1,4 +1,4 @@
-"""The base of the configuration's parts: :class:`Section`."""
+"""The base class of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
+    """A section of the configuration. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

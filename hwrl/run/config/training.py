@@ -1,4 +1,4 @@
-"""The parts of the configuration about the trainer: its optimizer and its engine."""
+"""The keys of the sections ``optimizer`` and ``train``."""
 
 from __future__ import annotations
 
@@ -28,64 +28,64 @@ FSDP = "fsdp"
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule: linear warm-up, then linear decay."""
+    """AdamW and the schedule of its learning rate: linear warm-up, then linear decay."""
 
     learning_rate: PositiveReal = 1e-6
-    """Its highest value."""
+    """Peak learning rate."""
     warmup_steps: NotNegative = 0
-    """Optimizer steps until the highest learning rate."""
+    """Optimizer steps of the warm-up."""
     min_learning_rate_ratio: Share = 1.0
-    """The last learning rate divided by the highest; 1 means no decay."""
+    """Final learning rate divided by the peak; 1: no decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's decay rates of the moments."""
+    """AdamW's decay rates for the two moments."""
     weight_decay: NotNegativeReal = 0.0
-    """AdamW's."""
+    """AdamW's weight decay."""
     max_grad_norm: PositiveReal = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradient clipping norm."""
 
 
 class TrainConfig(Section):
-    """The training side."""
+    """The training side: engine, ranks, batches and memory."""
 
     engine: Name = FSDP
-    """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
+    """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of an engine from a plugin."""
     engine_options: Options = Field(default_factory=dict)
-    """The plugin's own settings, checked by the plugin."""
+    """Settings of the plugin's engine. The plugin checks them."""
     ranks: ProcessCount = 1
-    """Training processes. They share one model."""
+    """Number of training processes. They train one model together."""
     context_parallel: ProcessCount = 1
-    """Neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
+    """Number of neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
     shard_ranks: ProcessCount | None = None
-    """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
+    """FSDP shard group size (HSDP): the number of neighbouring ranks that shard one copy of the model; null: all."""
     steps: Positive = 100
-    """Training steps, one batch each."""
+    """Number of training steps, with one batch each."""
     batch_groups: Positive = 32
-    """Prompts in a step, over all ranks."""
+    """Number of prompts in a step, over all ranks."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward pass ([a pack](training.md#packs)); a longer row gets its own pass."""
+    """Maximum tokens in one forward pass ([a pack](training.md#packs)). A longer row gets a pass of its own."""
     param_offload: bool = False
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
     host_step: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; the optimizer steps there, on the host's cores."""
+    """Keep parameters, gradients and optimizer state in host memory, and run the optimizer on the host's cores."""
     activation_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
+    """Recompute layers in the backward pass, to save memory; ``auto``: as many layers as necessary."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the layers with torch; ``auto``: where that pays on the device."""
+    """Compile the layers with torch; ``auto``: if the device becomes faster by it."""
     fused_kernels: bool = True
-    """Run layers that are not compiled on the backend's fused operations, where these compute the same."""
+    """Use the backend's fused operations in layers that are not compiled, if they compute the same."""
     max_restarts: NotNegative = 3
-    """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
+    """Maximum restarts of the trainer in the whole run, each from the newest checkpoint. Another death ends it."""
     threads: Threads = 1
-    """Host threads of a rank."""
+    """Host threads per rank."""
     profile_steps: tuple[Positive, Positive] | None = None
-    """The first and last step that torch's profiler records; rank 0 writes a Chrome trace to ``profile/``."""
+    """First and last step to record with torch's profiler. Rank 0 writes a Chrome trace to ``profile/``."""
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
-            raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+            raise ValueError(f"engine_options are for an engine from a plugin; engine={FSDP} has no options")
         return self
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class TrainConfig(Section):
             raise ValueError(f"context_parallel={self.context_parallel} is for engine={FSDP}, not for {self.engine}")
         if self.ranks % self.context_parallel:
             raise ValueError(
-                f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: that number of ranks shares "
+                f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: this number of ranks shares "
                 "each pack"
             )
         return self
@@ -102,11 +102,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _ranks_divide_into_copies(self) -> TrainConfig:
         if self.shard_ranks is not None and self.engine != FSDP:
-            raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} divides by itself")
+            raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} has its own sharding")
         if self.shard_ranks is not None and self.ranks % self.shard_ranks:
             raise ValueError(
-                f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: each copy of the model needs that "
-                "number of ranks"
+                f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: this number of ranks shards each copy "
+                "of the model"
             )
         return self
 
@@ -114,8 +114,8 @@ class TrainConfig(Section):
     def _the_host_steps_or_keeps(self) -> TrainConfig:
         if self.host_step and (self.param_offload or self.optimizer_offload):
             raise ValueError(
-                "host_step=true already keeps parameters and optimizer state in host memory, in the step, too; set "
-                "param_offload and optimizer_offload to false"
+                "host_step=true always keeps parameters and optimizer state in host memory; set param_offload and "
+                "optimizer_offload to false"
             )
         return self
 
@@ -123,7 +123,7 @@ class TrainConfig(Section):
     def _profiled_steps_are_trained(self) -> TrainConfig:
         if self.profile_steps is not None and not self.profile_steps[0] <= self.profile_steps[1] <= self.steps:
             raise ValueError(
-                f"profile_steps={list(self.profile_steps)} must be the first and the last of some of the "
+                f"profile_steps={list(self.profile_steps)} must be the first and the last of a range of the "
                 f"steps=1 … {self.steps}"
             )
         return self

@@ -1,4 +1,4 @@
-"""Types for the values of the configuration, with bounds. A key needs one of them, so every value has bounds."""
+"""Types with bounds for the values of the configuration. Every key has one of these types."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _check_path(value: Any) -> Any:
 
 
 def _check_finite(value: Any) -> Any:
-    """Return ``value``. Raises ValueError if a number in it, at any depth, is not finite."""
+    """Return ``value``. Raises ValueError if it contains, at any depth, a number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("Input should have finite numbers only")
+        raise ValueError("Input should contain only finite numbers")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_finite(inner)
     return value
@@ -43,7 +43,7 @@ def _check_finite(value: Any) -> Any:
 
 def _check_layers(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if not value or (isinstance(value, tuple) and not all(value)):
-        raise ValueError("Input should name layers: it is empty, or has an empty name")
+        raise ValueError("Input should name layers; it is empty or has an empty name")
     try:
         re.compile(value if isinstance(value, str) else "")
     except re.error as exc:
@@ -63,7 +63,7 @@ def _make_file_absolute(target: str) -> str:
 
 
 def functions_in(options: JsonValue, key: str) -> dict[str, str]:
-    """Return the functions of users' files (``file.py:function``) that ``options`` name, by their keys below ``key``.
+    """Return the users' functions (``file.py:function``) that ``options`` name, each with its key below ``key``.
 
     >>> functions_in({"tools": ["a.py:f", "package:g"], "size": 3}, "options")
     {'options.tools.0': 'a.py:f'}
@@ -83,7 +83,7 @@ def _make_files_absolute(options: JsonValue) -> JsonValue:
 
 
 def is_template(value: str) -> bool:
-    """Return whether ``value`` is the text of a chat template; else it is a file's path."""
+    """Return whether ``value`` is the text of a chat template. Otherwise it is the path of a file."""
     return "{" in value
 
 
@@ -102,14 +102,14 @@ def _make_path_absolute(path: Path) -> Path:
 
 
 def built_in_or_function(names: Sequence[str]) -> Callable[[str], str]:
-    """Return a check that a text is one of ``names``, or names a function of the user."""
+    """Return a validator: it accepts a text that is one of ``names``, or names a function of the user."""
 
     def check(value: str) -> str:
         if value in names or ":" in value:
             return value
         close = difflib.get_close_matches(value, names, n=1)
-        also = f", did you mean {close[0]}?" if close else ""
-        raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{also}")
+        advice = f", did you mean {close[0]}?" if close else ""
+        raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{advice}")
 
     return check
 
@@ -119,7 +119,7 @@ _NUMBER = BeforeValidator(_check_no_boolean)
 Positive = Annotated[int, Field(gt=0, le=_LARGEST_INT), _NUMBER]
 NotNegative = Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER]
 MOST_PROCESSES = 4096
-"""The most processes of one kind in a run."""
+"""The maximum number of processes of one kind in a run."""
 ProcessCount = Annotated[int, Field(gt=0, le=MOST_PROCESSES), _NUMBER]
 Threads = Annotated[int, Field(gt=0, le=1024), _NUMBER]
 """Threads of one process. Operating systems refuse tens of thousands."""
@@ -134,16 +134,16 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
 """A decay rate of AdamW, which divides by 1 - decay."""
 Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
-"""Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
+"""Some engines replace a temperature below 0.01 by 0.01. The trainer would then compute with a different one."""
 EvalTemperature = Annotated[
     float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature), _NUMBER
 ]
-"""Likewise, or 0 for greedy decoding."""
+"""A temperature like Temperature, or 0 for greedy decoding."""
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _NUMBER]
 TopK = Annotated[int, Field(ge=-1, le=_LARGEST_INT), _NUMBER, AfterValidator(_check_kept)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER], ...], Field(max_length=1000)]
 Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
-"""A time limit. No process on a busy machine answers within less than 0.1 s; 1e7 s are 115 days."""
+"""A time limit. A process on a busy machine may need 0.1 s for any answer; 1e7 s are 115 days."""
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[tuple[Name, ...], Field(max_length=100)]
@@ -153,14 +153,14 @@ Template = Annotated[
 """The text of a Jinja template, or the path of its file."""
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
 DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
-"""The name of a data set. It is a part of metrics' names."""
+"""The name of a data set. It becomes part of the names of metrics."""
 AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
-"""A path. A relative one is made absolute at once, because a worker process may have another working directory."""
+"""A path. A relative path is made absolute at once, because other processes may have another working directory."""
 DataPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_path_absolute)]
-"""A path like AbsolutePath, or a name on the hub, which begins with ``hf:``."""
+"""An AbsolutePath, or the name of a data set on the hub, which begins with ``hf:``."""
 Function = Annotated[Name, AfterValidator(_make_file_absolute)]
 """A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]
-"""A plugin's own settings. The plugin checks them."""
+"""Settings of a plugin. The plugin checks them."""
 UserOptions = Annotated[Options, AfterValidator(_make_files_absolute)]
-"""Arguments of a user's function. The path in each ``file.py:function`` is made absolute."""
+"""Arguments of a user's function. A relative path in ``file.py:function`` is made absolute."""

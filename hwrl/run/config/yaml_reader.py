@@ -1,4 +1,4 @@
-"""Read YAML from a person: with limits on size and depth, and with an error for a duplicate key."""
+"""Read YAML that a person has written: with limits on size and depth, and with an error for a duplicate key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 
 _MAX_NBYTES = 1 << 20
 _MAX_VALUES = 10_000
-"""Values in one document. Each use of an alias counts: a few lines of aliases can expand to billions of values."""
+"""Maximum number of values in a document. Each use of an alias counts: a few lines can expand to billions of values."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader. It refuses a duplicate key in a mapping, where PyYAML takes the last one."""
+    """YAML's safe loader, with an error for a duplicate key in a mapping. PyYAML would use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return node
 
@@ -36,10 +36,10 @@ class _Loader(yaml.SafeLoader):
 
 def read_file(path: Path) -> bytes:
     """Return the content of ``path``. Raises OSError unless it is a regular file of at most 1 MiB."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would otherwise wait for a writer
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"it is no regular file: {path}")
+            raise OSError(f"it is not a regular file: {path}")
         content = file.read(_MAX_NBYTES + 1)
     if len(content) > _MAX_NBYTES:
         raise OSError(f"it has more than {_MAX_NBYTES:,} bytes: {path}")
@@ -68,4 +68,4 @@ def _check_count(tree: Any) -> None:
         if isinstance(value, (dict, list)):
             waiting.extend(value.values() if isinstance(value, dict) else value)
     if count > _MAX_VALUES:
-        raise ValueError(f"it has more than {_MAX_VALUES:,} values, counted where aliases use them")
+        raise ValueError(f"it has more than {_MAX_VALUES:,} values, with each use of an alias counted")

@@ -46,7 +46,7 @@ def test_data_sets_are_a_path_a_list_or_names_with_paths(tmp_path: Path) -> None
     assert (one.name, one.prompt_key) == ("a", "question")
     with pytest.raises(ConfigError, match=r"data\.train: .*different names.* a, a"):
         parse(["data.train=[a.jsonl, sub/a.jsonl]"])
-    with pytest.raises(ConfigError, match=r"data\.eval: .*weights are for data\.train"):
+    with pytest.raises(ConfigError, match=r"data\.eval: .*weights are only for data\.train"):
         parse(["data.eval=[{path: a.jsonl, weight: 2}]"])
     with pytest.raises(ConfigError, match=r"data\.train\.0\.wieght: there is no such key"):
         parse(["data.train=[{path: a.jsonl, wieght: 2}]"])

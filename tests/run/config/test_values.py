@@ -128,8 +128,8 @@ _DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\nmodel: {}\nseed: 2\n", r"the key 'seed' is there twice\n(.|\n)*line 3"),
-        ("model:\n  path: a\n  'path': b\n", r"'path' is there twice(.|\n)*line 3"),
+        ("seed: 1\nmodel: {}\nseed: 2\n", r"the key 'seed' occurs twice\n(.|\n)*line 3"),
+        ("model:\n  path: a\n  'path': b\n", r"'path' occurs twice(.|\n)*line 3"),
         ("[" * 100_000, "nested too deeply"),
         ("x: &x [" + "1," * 99 + "]\ny: &y [" + "*x," * 99 + "]\nz: [" + "*y," * 99 + "]\n", "more than 10,000 values"),
         ("&a [*a]", "more than 10,000 values"),
@@ -199,7 +199,7 @@ def test_a_path_without_a_configuration_is_told_with_the_likely_one(tmp_path: Pa
 def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError, match=r"the value of 'goals=.*' cannot be read\n  why: the key 'x' is there twice"):
+    with pytest.raises(ConfigError, match=r"the value in 'goals=.*' cannot be read\n  why: the key 'x' occurs twice"):
         load_config(path, ["goals={x: 1, x: 2}"])
 
 
@@ -218,7 +218,7 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(fifo, "no regular file"), (huge, "more than 1,048,576 bytes"), (device, "no regular file"), (Path.mkdir, "")],
+    [(fifo, "not a regular file"), (huge, "more than 1,048,576 bytes"), (device, "not a regular file"), (Path.mkdir, "")],
 )
 def test_what_is_no_small_file_is_refused_at_once(tmp_path: Path, make: Any, message: str) -> None:
     path = tmp_path / "config.yaml"

@@ -168,7 +168,7 @@ def test_a_tracker_that_is_gone_after_a_resume_does_not_end_the_run(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["report.trackers=[tensorboard,tensorboard]"], "has a name twice"),
+        (["report.trackers=[tensorboard,tensorboard]"], "has the same name twice"),
         (["report.tracker_options={wandb: {}}"], "not for wandb"),
         (["report.tracker_options={tensorboard: {a: 1}}"], "not for tensorboard"),
     ],
