@@ -1,7 +1,7 @@
 """Crash-safe checkpoints. ``docs/checkpoints.md`` has the protocol and the promises.
 
-Each name is imported on first use. The driver of a run finds and locks checkpoints without torch's own, which take
-seconds to import.
+Each name is imported on first use. So the driver of a run can find and lock checkpoints without importing
+``torch.distributed.checkpoint``, which takes seconds.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)
 def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = None) -> int:
     """Join the parts of ``step`` into one checkpoint in ``out``, and return the step.
 
-    Without ``step``, the newest step is joined whose parts are all in ``directories``. Every file is verified when it
-    is copied, and ``directories`` are not changed. In ``out``, no intact checkpoint is replaced or removed, and the
+    Without ``step``, join the newest step that has all its parts in ``directories``. Every file is verified when it is
+    copied, and ``directories`` are not changed. In ``out``, no intact checkpoint is replaced or removed, and the
     tracker never goes back to an earlier step.
 
     Raises :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,

@@ -82,9 +82,9 @@ class CheckpointManager:
 
     The arguments of ``save``: ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values,
     such as the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``. A tensor that several ranks hold
-    is written once for each node. If ranks have different plain values under one name, the lowest rank's value is
-    saved. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with string keys; each
-    rank has its own, and all of them are saved.
+    is written once for each node. If ranks have different plain values under one name, each node saves the value of its
+    lowest rank. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with string keys;
+    each rank has its own, and all of them are saved.
 
     ``export`` writes files for other programs. It is called once, on rank 0, when the tensors of rank 0's node are
     written. It gets the path of the empty directory ``hf`` in the draft, and the :class:`SavedTensors`, which reads one
@@ -95,8 +95,8 @@ class CheckpointManager:
     raises, the step stays complete, and ``save`` raises on all ranks (with ``async_save``, the next call). It is not
     called again for this step, even if the process died after the commit and before the call.
 
-    With ``async_save``, both run in the background: they must not share data with the training or call a collective.
-    They must never call the manager.
+    With ``async_save``, both run in the background: they must not use data that training changes, and must not call a
+    collective. They must never call the manager.
 
     ``offloader`` holds tensors of the state on the host. They are written from there, so they are neither loaded to the
     device nor copied. Build the state inside ``offloader.lending()``. The offloader may be used as soon as ``save``
@@ -315,8 +315,8 @@ class CheckpointManager:
         have committed.
 
         ``state`` has the structure of the saved state; it may be sharded over another number of ranks. Tensors are
-        overwritten in place, and plain values are replaced in the dict. This never writes to a module or optimizer: if
-        ``state`` shares memory with their tensors, they change, too. To restore the rest, call ``set_state_dict``.
+        overwritten in place, and plain values are replaced in the dict. Nothing else is changed: a module or optimizer
+        is restored only where it shares its tensors with ``state``. Call ``set_state_dict`` afterwards for the rest.
 
         The hash of every file is verified before anything is loaded, and no pickle is executed. A checkpoint that is
         damaged or incomplete is skipped, logged, and listed in ``skipped``. If a hash is wrong, the next ``save``

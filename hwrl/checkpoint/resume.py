@@ -52,7 +52,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class _Damage(Message):
-    """Why a checkpoint is damaged, as one rank found; None if the rank found no damage."""
+    """Why a checkpoint is damaged, according to one rank; None if this rank found no damage."""
 
     reason: str | None
 

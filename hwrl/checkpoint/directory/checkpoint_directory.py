@@ -17,7 +17,7 @@ from hwrl.errors import CheckpointError
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """The tracker file. It holds the newest complete step as a plain integer.
 
-Other programs read it to find the step to resume from. hwrl reads it for one purpose: every step up to this one has
+Other programs read it to find the step to resume from. hwrl reads it only to know that every step up to this one has
 been complete on all nodes.
 """
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"

@@ -57,8 +57,9 @@ class Manifest:
     saved. ``versions`` maps libraries to their versions. ``files`` maps the relative POSIX name of every other file to
     its size and hash.
 
-    A node is a set of ranks that share one checkpoint directory. ``nodes`` is their number in this save, and ``node``
-    says which node's part this is. On a shared file system there is one node, however many hosts there are.
+    A node is a set of ranks that share one checkpoint directory. On a shared file system there is one node, however
+    many hosts there are. ``nodes`` is the number of nodes in this save. The checkpoint is the part of node ``node``,
+    counted from 0.
     """
 
     step: int

@@ -85,8 +85,9 @@ class Agreement:
     """Rounds of messages between ``ranks``. The first of ``ranks`` is the leader.
 
     Every rank enters the same rounds in the same order, from one thread at a time. The code of a rank in a round is its
-    block. If the block raises on one rank, all ranks raise: that rank the error itself; the others a copy with the same
-    class and text if it is an hwrl error, or else a :class:`~hwrl.errors.CheckpointError`.
+    block. If the block fails on one rank, every rank raises an error: the failed rank its own error, and the others a
+    copy. The copy has the same class and text if it is an hwrl error; otherwise it is a
+    :class:`~hwrl.errors.CheckpointError`.
 
     While a rank is inside a round, it sends heartbeats, and the others wait for it without a limit. Outside of a round
     it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it dies, its heartbeats

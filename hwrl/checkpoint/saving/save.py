@@ -45,6 +45,7 @@ from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 
 EXPORT_NAME = "hf"
+"""The directory in a checkpoint for the files of ``export``."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Saver:
         """Write and commit ``captured``, and release its state.
 
         When this returns, the checkpoint is durable, the tracker names it, and retention has removed old checkpoints.
-        Exception: if every rank has a pending error, nothing is saved. Raises CheckpointSaveError on all ranks if one
-        rank fails.
+        But if every rank has a pending error, nothing is saved. Raises CheckpointSaveError on all ranks if one rank
+        fails.
         """
         self.agreement.begin_call(captured.call)
         try:
@@ -98,7 +99,8 @@ class Saver:
     def _save_agreed(self, agreed: AgreedSave) -> None:
         """Write, commit, announce, and remove old checkpoints.
 
-        Each of these four is a vote, so no rank begins one before all ranks have succeeded in the one before it.
+        Each of these four actions is a vote. So no rank begins an action before all ranks have succeeded in the
+        previous one.
         """
         step = agreed.captured.step
         try:
@@ -359,8 +361,8 @@ def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveEr
     return CheckpointSaveError(
         f"step {step} is complete, but not everything after the rename of its directory was done",
         why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-        fix="fix the cause; the name may not be durable yet, and the next save sets the tracker and removes old "
-        "checkpoints",
+        fix="fix the cause; the name of the directory may not be durable until the next save, which also sets the "
+        "tracker and removes old checkpoints",
     )
 
 

@@ -416,7 +416,7 @@ def test_thousands_of_parts_take_no_memory_for_each_pair_of_them(tmp_path: Path)
         lambda axes: st.lists(st.lists(st.tuples(_NUMBER, _NUMBER), min_size=axes, max_size=axes), max_size=6)
     )
 )
-def test_chunks_are_apart_if_no_two_of_them_share_an_element(chunks: list[list[tuple[int, int]]]) -> None:
+def test_chunks_are_disjoint_if_no_two_of_them_share_an_element(chunks: list[list[tuple[int, int]]]) -> None:
     elements = [set(itertools.product(*(range(begin, begin + length) for begin, length in chunk))) for chunk in chunks]
     apart = not any(one & other for one, other in itertools.combinations(elements, 2))
     assert (
