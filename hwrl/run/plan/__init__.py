@@ -1,4 +1,4 @@
-"""Plan a run from its configuration alone: memory by cause, bytes on each link, and settings that fit."""
+"""Plan a run from its configuration: memory by cause, bytes on each link, and settings with which the run fits."""
 
 from hwrl.run.plan.fit import check_rank, check_replica
 from hwrl.run.plan.levers import suggest

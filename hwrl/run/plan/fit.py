@@ -1,4 +1,4 @@
-"""Refuse at the start what surely cannot fit: the certain memory of a process is more than its device has."""
+"""Refuse, at the start, a run that certainly does not fit: a process certainly needs more than its device has."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hwrl.run.plan.processes import certain_rank_memory, certain_worker_memory
 
 
 def check_rank(config: Config, backend: Backend, *, rank: int, alone: bool) -> None:
-    """Raise DeviceMemoryError if this trainer rank surely needs more than its device has.
+    """Raise DeviceMemoryError if this trainer rank certainly needs more memory than its device has.
 
-    ``alone``: all processes of the run are on this machine. If the device is the host itself, the first rank then
-    counts all of them. Does nothing on a backend without memory statistics.
+    ``alone`` says that all processes of the run are on this machine. If the device is the host itself, the first rank
+    then checks all processes together. Does nothing on a backend without memory statistics.
     """
     if not backend.supports(Capability.MEMORY_STATS).usable:
         return
@@ -28,7 +28,7 @@ def check_rank(config: Config, backend: Backend, *, rank: int, alone: bool) -> N
 
 
 def check_replica(config: Config, backend: Backend) -> None:
-    """Raise DeviceMemoryError if a worker of this replica surely needs more than its device has."""
+    """Raise DeviceMemoryError if a worker of this replica certainly needs more memory than its device has."""
     if backend.supports(Capability.MEMORY_STATS).usable and has_devices(backend):
         total = backend.memory_info().total_nbytes
         _check("a replica worker", certain_worker_memory(config, device_nbytes=total), total, config)
@@ -62,10 +62,10 @@ def _nbytes(causes: Iterable[MemoryCause]) -> int:
 
 
 def _too_small(whose: str, needed: int, total: int, causes: Iterable[MemoryCause], config: Config) -> DeviceMemoryError:
-    parts = ", ".join(f"{one.cause} {gib(one.nbytes)}" for one in causes if one.nbytes)
+    parts = ", ".join(f"{cause.cause} {gib(cause.nbytes)}" for cause in causes if cause.nbytes)
     devices = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
     return DeviceMemoryError(
         "the run does not fit",
-        why=f"{needs(whose, needed, total)}: at least {parts}; activations and buffers come on top",
-        fix=f"`hwrl plan CONFIG --devices {devices} --memory {total >> 20}MiB` names settings that fit",
+        why=f"{needs(whose, needed, total)}: at least {parts}, plus activations and buffers",
+        fix=f"find settings that fit with `hwrl plan CONFIG --devices {devices} --memory {total >> 20}MiB`",
     )

@@ -1,4 +1,4 @@
-"""Settings that make a run fit: levers in the order of their cost, and the fewest of them that are enough."""
+"""Find settings with which a run fits: levers in the order of their cost, and small sets of them that are enough."""
 
 from __future__ import annotations
 
@@ -11,60 +11,61 @@ from hwrl.errors import ConfigError
 from hwrl.run.config import EMBEDDED, FSDP, Config, parse_config
 from hwrl.run.plan.plan import Hardware, make_plan
 
-_MOST = 3
-"""Suggestions at most."""
+_MAX_SUGGESTIONS = 3
+"""The maximum number of suggestions."""
 
 
 @dataclass(frozen=True)
 class Lever:
-    """Overrides of the configuration, as ``key: value``, and what they cost."""
+    """Overrides of the configuration that save memory, as (key, value), and their cost as text."""
 
     changes: tuple[tuple[str, Any], ...]
     cost: str
 
     @property
-    def words(self) -> list[str]:
-        """The overrides as words for the command line."""
-        return [f"{key}={_word(value)}" for key, value in self.changes]
+    def overrides(self) -> list[str]:
+        """The overrides in the form of the command line: ``key=value``."""
+        return [f"{key}={_yaml_value(value)}" for key, value in self.changes]
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Levers that make the run fit together."""
+    """Levers that make the run fit if they are all applied."""
 
     levers: tuple[Lever, ...]
 
     @property
-    def words(self) -> list[str]:
-        """The overrides as words for the command line, the last value of each key."""
-        return Lever(tuple(dict(change for lever in self.levers for change in lever.changes).items()), "").words
+    def overrides(self) -> list[str]:
+        """The overrides of all levers in the form of the command line. For a repeated key, only the last value."""
+        return Lever(tuple(dict(change for lever in self.levers for change in lever.changes).items()), "").overrides
 
 
 def suggest(config: Config, hardware: Hardware) -> list[Suggestion]:
-    """Return up to three ways to make ``config`` fit ``hardware``, the cheapest first; none if no levers are enough.
+    """Return up to three ways to make ``config`` fit ``hardware``, the cheapest first; an empty list if there is none.
 
-    Single levers come first. Without one, levers are added until the run fits, and those not needed are taken away.
+    If single levers are enough, only those are returned. Otherwise levers are added, from the cheapest on, until the
+    run fits, and those that turn out not to be needed are removed again.
     """
     levers = list(_levers(config, hardware))
     single: dict[tuple[str, ...], Lever] = {}  # the cheapest value of each key
     for lever in levers:
         keys = tuple(key for key, _ in lever.changes)
-        if len(single) < _MOST and keys not in single and _fits(config, hardware, [lever]):
+        if len(single) < _MAX_SUGGESTIONS and keys not in single and _fits(config, hardware, [lever]):
             single[keys] = lever
     if single:
         return [Suggestion((lever,)) for lever in single.values()]
-    found: list[Suggestion] = []
-    while len(found) < _MOST:
+    suggestions: list[Suggestion] = []
+    while len(suggestions) < _MAX_SUGGESTIONS:
         needed = _smallest(config, hardware, levers)
         if needed is None:
-            return found
-        found.append(Suggestion(tuple(needed)))
-        levers = [lever for lever in levers if lever is not needed[-1]]  # the next way does without the dearest
-    return found
+            return suggestions
+        suggestions.append(Suggestion(tuple(needed)))
+        levers = [lever for lever in levers if lever is not needed[-1]]  # next, try without the most expensive one
+    return suggestions
 
 
 def _smallest(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> list[Lever] | None:
-    """Return few of ``levers`` that are enough, in their order; None if all are not enough."""
+    """Return a small subset of ``levers`` with which the run fits; None if it does not fit even with all of them."""
     taken: list[Lever] = []
     for lever in levers:
         if apply(config, [*taken, lever]) is not None:
@@ -74,7 +75,7 @@ def _smallest(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> li
     else:
         return None
     for lever in list(reversed(taken)):
-        fewer = [one for one in taken if one is not lever]
+        fewer = [other for other in taken if other is not lever]
         if _fits(config, hardware, fewer):
             taken = fewer
     return taken
@@ -84,19 +85,19 @@ def _fits(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> bool:
     changed = apply(config, levers)
     try:
         return changed is not None and make_plan(changed, hardware).fits
-    except ConfigError:  # a plugin's engine refuses it, for example the number of ranks
+    except ConfigError:  # a plugin's engine may refuse a value, for example the number of ranks
         return False
 
 
 def apply(config: Config, levers: Sequence[Lever]) -> Config | None:
-    """Return ``config`` with the overrides of ``levers``; None if they contradict it."""
+    """Return ``config`` with the overrides of ``levers``; None if the result is not a valid configuration."""
     tree = config.model_dump(mode="json")
     for key, value in (change for lever in levers for change in lever.changes):
         *sections, last = key.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+            node = node.setdefault(section, {})
+        node[last] = value
     try:
         return parse_config(tree)
     except ConfigError:
@@ -104,7 +105,7 @@ def apply(config: Config, levers: Sequence[Lever]) -> Config | None:
 
 
 def _levers(config: Config, hardware: Hardware) -> Iterator[Lever]:
-    """Yield the levers that ``config`` has left, the cheapest first."""
+    """Yield the levers that can still be applied to ``config``, the cheapest first."""
     for rule in (_free, _time, _rollout_size, _placement, _other_model):
         yield from rule(config, hardware)
 
@@ -112,11 +113,11 @@ def _levers(config: Config, hardware: Hardware) -> Iterator[Lever]:
 def _free(config: Config, hardware: Hardware) -> Iterator[Lever]:
     train = config.train
     if train.activation_checkpointing is False:
-        yield Lever((("train.activation_checkpointing", "auto"),), "time, only as memory needs it")
+        yield Lever((("train.activation_checkpointing", "auto"),), "time, but only as far as memory requires")
     if config.weights.keep_old_version:
         yield Lever((("weights.keep_old_version", False),), "a failed transfer leaves a replica without weights")
     if train.shard_ranks not in (None, train.ranks):
-        yield Lever((("train.shard_ranks", None),), "weights are gathered from all ranks")
+        yield Lever((("train.shard_ranks", None),), "weights must be gathered from all ranks")
     if not config.rollout.free_cache_engine:
         yield Lever((("rollout.free_cache_engine", True),), "replicas need time to wake up")
 
@@ -126,16 +127,16 @@ def _time(config: Config, hardware: Hardware) -> Iterator[Lever]:
     row = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     tokens = train.micro_batch_tokens // 2
     while tokens >= min(row, 2048):
-        yield Lever((("train.micro_batch_tokens", tokens),), "more and smaller passes")
+        yield Lever((("train.micro_batch_tokens", tokens),), "more passes, and smaller ones")
         tokens //= 2
     if train.activation_checkpointing is not True:
         yield Lever((("train.activation_checkpointing", True),), "a third more time in each step")
     for ranks in (2, 4, 8):
         if train.engine == FSDP and train.context_parallel < ranks <= train.ranks:
-            yield Lever((("train.context_parallel", ranks),), "exchanges of tokens in each layer")
+            yield Lever((("train.context_parallel", ranks),), "communication between ranks in each layer")
     if not train.host_step and not (train.param_offload and train.optimizer_offload):
         offloads = (("train.param_offload", True), ("train.optimizer_offload", True))
-        yield Lever(offloads, "copies from and to the host in each step")
+        yield Lever(offloads, "copies to and from the host in each step")
 
 
 def _rollout_size(config: Config, hardware: Hardware) -> Iterator[Lever]:
@@ -147,7 +148,7 @@ def _rollout_size(config: Config, hardware: Hardware) -> Iterator[Lever]:
     while config.rollout.engine != EMBEDDED and width <= hardware.devices // hardware.nodes:
         replicas = max(1, config.rollout.replicas * config.rollout.tensor_parallel // width)
         changes = (("rollout.tensor_parallel", width), ("rollout.replicas", replicas))
-        yield Lever(changes, "collectives in each token")
+        yield Lever(changes, "collectives for each token")
         width *= 2
 
 
@@ -161,15 +162,15 @@ def _placement(config: Config, hardware: Hardware) -> Iterator[Lever]:
             yield Lever(tuple(changes), "fewer devices for other work")
     if not config.train.host_step and config.train.engine == FSDP:
         changes = [("train.host_step", True), ("train.param_offload", False), ("train.optimizer_offload", False)]
-        yield Lever(tuple(changes), "gradients and weights cross to the host in each step, and its cores step")
+        yield Lever(tuple(changes), "gradients and weights move through the host, whose cores run the optimizer")
 
 
 def _other_model(config: Config, hardware: Hardware) -> Iterator[Lever]:
     if config.model.dtype == "float32":
-        yield Lever((("model.dtype", "bfloat16"),), "computes with fewer digits")
+        yield Lever((("model.dtype", "bfloat16"),), "lower precision")
     if not config.model.lora_rank and config.train.engine == FSDP:
         yield Lever((("model.lora_rank", 32),), "trains an adapter, not the model")
 
 
-def _word(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

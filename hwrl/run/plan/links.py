@@ -1,4 +1,4 @@
-"""The bytes on each link of a run, for one update of the weights."""
+"""The bytes that one update of the weights sends over each link of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hwrl.weights import TransportName
 
 @dataclass(frozen=True)
 class Link:
-    """``nbytes`` go over the link ``name`` in each update, or only at the ``start``; ``lanes`` of it work at once."""
+    """A link with the bytes that cross it in each update, or only once at the ``start`` of the run.
+
+    ``lanes`` connections share the bytes, each with the full bandwidth.
+    """
 
     name: str
     nbytes: int
@@ -21,12 +24,12 @@ class Link:
     start: bool = False
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the time at ``bandwidth`` bytes a second."""
+        """Return the transfer time if each lane has ``bandwidth`` bytes per second."""
         return self.nbytes / self.lanes / bandwidth
 
 
 def links_of(config: Config, *, nodes: int, transport: TransportName) -> Iterator[Link]:
-    """Yield the links of an update: to the senders, from them, and into a replica."""
+    """Yield the links of an update: from the shards to the senders, from these to the workers, and of a LoRA base."""
     nbytes, ranks = sent_layout(config).payload_nbytes, config.train.ranks
     shards = config.train.shard_ranks or ranks
     senders = _senders(config, nodes=nodes, transport=transport)

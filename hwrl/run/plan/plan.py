@@ -1,4 +1,4 @@
-"""A run's plan: its processes and devices with their memory, its links, and what does not fit."""
+"""The plan of a run: the memory of its processes and devices, its links, and a message for whatever does not fit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hwrl.run.plan.processes import LINK_CAUSES, rank_memory, worker_memory
 
 @dataclass(frozen=True)
 class Hardware:
-    """``devices`` devices of ``device_nbytes``, on ``nodes`` equal nodes, each with ``host_nbytes`` if known.
+    """``devices`` devices with ``device_nbytes`` each, on ``nodes`` equal nodes with ``host_nbytes`` each, if known.
 
-    ``bandwidth`` is that of each link, in bytes a second.
+    ``bandwidth`` is the bandwidth of each link in bytes per second.
     """
 
     devices: int
@@ -31,7 +31,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """A kind of process, ``count`` of them, each with these causes of memory."""
+    """A kind of process: how many the run has, and the memory of each by cause."""
 
     name: str
     count: int
@@ -40,7 +40,10 @@ class PlannedProcess:
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A kind of device, ``count`` of them, with the processes on it, at their peak in ``phases``."""
+    """A kind of device: how many the run has, the processes on it, and its peak memory.
+
+    ``phases`` has the phase of each process at the peak.
+    """
 
     name: str
     count: int
@@ -51,7 +54,11 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run of ``config`` needs. ``host_nbytes`` is the most of a node. ``misfits`` say what does not fit."""
+    """What a run of ``config`` needs on ``hardware``.
+
+    ``host_nbytes`` is the host memory of the node that needs most. ``misfits`` has a sentence for each thing that does
+    not fit, and ``unknown`` one for each thing that the plan cannot count.
+    """
 
     config: Config
     hardware: Hardware
@@ -65,7 +72,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits."""
+        """Whether the run fits."""
         return not self.misfits
 
 
@@ -89,7 +96,7 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
     devices = tuple(_devices(assignment, rank, worker, takes_turns=takes_turns(config)))
     host = _host_nbytes(hardware, assignment, rank, worker)
     unknown = tuple(
-        f"the memory of a {one.name}: its engine's plugin does not tell it"
+        f"the memory of a {one.name}: the plugin of its engine does not report it"
         for one in (rank, worker)
         if not any(cause.place == "device" and not cause.cause.startswith(LINK_CAUSES) for cause in one.causes)
     )
@@ -107,7 +114,7 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
 
 
 def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
-    """Divide the devices, and raise ConfigError if a replica would straddle nodes."""
+    """Divide the devices. Raises ConfigError if they are too few, or if a replica does not fit on one node."""
     assignment = assign_devices(
         devices=hardware.devices,
         ranks=config.train.ranks,
@@ -121,13 +128,16 @@ def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
 
 
 def _capable(capability: Capability) -> Support:
-    """Answer as most accelerators do: all of it, but no group of two processes on one device."""
+    """Answer as for most accelerators: all capabilities, except groups with two processes on one device."""
     shared = capability is Capability.SHARED_DEVICE_GROUPS
-    return Support("unsupported" if shared else "supported", "a group has one process of each device")
+    return Support("unsupported" if shared else "supported", "a group can have only one process per device")
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether trainer and replicas take turns, and each frees memory for the other."""
+    """Return whether trainer and replicas take turns, so that each can free its memory for the other.
+
+    They do if the run is synchronous (``staleness_threshold=0``) and idle replicas sleep (``free_cache_engine``).
+    """
     return config.async_training.staleness_threshold == 0 and config.rollout.free_cache_engine
 
 
@@ -148,7 +158,7 @@ def _devices(
 
 
 def _peak(on_it: Sequence[PlannedProcess], *, takes_turns: bool) -> tuple[tuple[Phase, ...], int]:
-    """Return the phase of each process at the device's peak, and its bytes. In turns only one of them steps."""
+    """Return the phase of each process at the device's peak, and the bytes. If they take turns, only one steps."""
     choices: list[tuple[Phase, ...]] = [tuple(peak_phase(one.causes) for one in on_it)]
     if takes_turns and len(on_it) > 1:
         count = len(on_it)
@@ -168,7 +178,7 @@ def _turn(active: bool) -> Phase:  # noqa: FBT001 - private
 
 
 def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess) -> int:
-    """Return the most host memory of a node; each device's processes are on its node."""
+    """Return the host memory of the node that needs most. A process is on the node of its device."""
     per_node = max(1, hardware.devices // hardware.nodes)
     each = {kind: max(phase_nbytes(kind.causes, phase, place="host") for phase in ALWAYS) for kind in (rank, worker)}
     total: Counter[int] = Counter()
@@ -191,10 +201,10 @@ def _misfits(hardware: Hardware, devices: Sequence[PlannedDevice], host: int) ->
 
 
 def needs(whose: str, nbytes: int, limit: int) -> str:
-    """Return the sentence about something too small, for a plan and for a refused run."""
-    return f"{whose} needs {gib(nbytes)}, and has {gib(limit)}"
+    """Return the sentence about something that is too small, for a plan and for a refused run."""
+    return f"{whose} needs {gib(nbytes)} and has {gib(limit)}"
 
 
 def gib(nbytes: float) -> str:
-    """Return ``nbytes`` in GiB, with one digit after the point."""
+    """Return ``nbytes`` as text in GiB, with one decimal."""
     return f"{nbytes / (1 << 30):.1f} GiB"

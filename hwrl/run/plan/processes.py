@@ -1,4 +1,4 @@
-"""The memory of one trainer rank and of one worker of a replica, by cause."""
+"""The memory of one trainer rank, and of one worker of a replica, by cause."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from hwrl.train.activations import reserve_nbytes
 from hwrl.weights import TRANSPORTS, TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
 
 CONTEXT_NBYTES = 1 << 30
-"""The device's context of a process, and the buffers of its libraries: an estimate."""
+"""Estimated device memory of the context and the library buffers of a process."""
 IMPORTS_NBYTES = 3 << 29
-"""A process with torch and transformers, in host memory: an estimate."""
+"""Estimated host memory of a process that has imported torch and transformers."""
 LINK_CAUSES = ("sender: ", "receiver: ")
-"""How the names of causes begin that a weight link has, with any engine."""
+"""Prefixes of the causes that come from weight links, with every engine."""
 _VERSIONS = 3
-"""The versions that a transport keeps, if it keeps any."""
+"""The number of versions that a transport keeps, if it keeps versions."""
 
 
 def longest_pass(config: Config) -> int:
-    """Return the most tokens of a micro-batch: the setting, one longer row, or all rows of a rank.
+    """Return the maximum number of tokens in a micro-batch: the setting, one longer row, or all rows of a rank.
 
-    Ranks of a plugin's engine may all have the same rows.
+    With a plugin's engine, all ranks may have the same rows.
     """
     row = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.train.batch_groups * config.rollout.n
@@ -53,12 +53,12 @@ def longest_pass(config: Config) -> int:
 
 
 def train_settings(config: Config) -> EngineSettings:
-    """Return the settings of the train engine, with the tokens of the longest pass."""
+    """Return the settings of the train engine, with the tokens of the longest pass as the micro-batch."""
     return replace(engine_settings(config), micro_batch_tokens=longest_pass(config))
 
 
 def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName) -> tuple[MemoryCause, ...]:
-    """Return the memory of the first trainer rank, which has the most."""
+    """Return the memory of trainer rank 0, which needs more than the others."""
     settings, ranks = train_settings(config), config.train.ranks
     causes: list[MemoryCause] = []
     if config.train.engine == FSDP:
@@ -67,8 +67,8 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
         load_train_engine(config)
         others = _overhead(device_nbytes)
         usable, options = device_nbytes - sum(one.nbytes for one in others), config.train.engine_options
-        told = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
-        causes += [*told, *others] if told else []
+        reported = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
+        causes += [*reported, *others] if reported else []
     layout = sent_layout(config)
     sending = sender_nbytes(layout, gathers=ranks > 1)
     causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
@@ -81,7 +81,7 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
 
 
 def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) -> list[MemoryCause]:
-    """Return the memory of the policy's engine, and of a critic and a reference model, if the run has them."""
+    """Return the memory of the policy's engine, of the critic and of the reference model, if the run has them."""
     ranks = config.train.ranks
     critic: tuple[MemoryCause, ...] = ()
     if config.algorithm.has_critic:
@@ -97,16 +97,15 @@ def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) 
 
 
 def _copies_for_checkpoints(config: Config, causes: Iterable[MemoryCause]) -> list[MemoryCause]:
-    """Return the copies of trained parameters and of the optimizer's state. Offloaded tensors need none."""
+    """Return the memory for copies of trained parameters and optimizer state. Offloaded tensors need no copy."""
     named = {one.cause: one for one in causes}
     copied: dict[Place, int] = {"device": 0, "host": 0}
     for cause in ("parameters", "optimizer state", "critic: parameters", "critic: optimizer state"):
         kept = named.get(cause)
         if kept is not None and kept.phases == ALWAYS:
-            adapter = config.model.lora is not None and cause.endswith(
-                "parameters"
-            )  # its gradients are as large as it is
-            copied[kept.place] += named["gradients"].nbytes if adapter else kept.nbytes
+            # Of a LoRA model only the adapter is copied. It is as large as the gradients.
+            is_adapter = config.model.lora is not None and cause.endswith("parameters")
+            copied[kept.place] += named["gradients"].nbytes if is_adapter else kept.nbytes
     if config.checkpoint.staging == "host":
         copied = {"host": sum(copied.values())}
     name = "copy for a checkpoint in the background"
@@ -144,13 +143,13 @@ def plugin_memory(
     ranks: int,
     device_nbytes: int,
 ) -> list[MemoryCause]:
-    """Return what a plugin says about its engine; nothing if it has no ``hwrl_engine_memory``."""
+    """Return the memory that a plugin reports for its engine; an empty list without the hook ``hwrl_engine_memory``."""
     hook = load_hook(name, "hwrl_engine_memory", asked_by=asked_by, optional=True)
     return list(hook(settings=settings, options=options, ranks=ranks, device_nbytes=device_nbytes) or ())
 
 
 def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
-    """Return the certain memory of a trainer rank; empty for a plugin's engine."""
+    """Return the memory that a trainer rank certainly needs; nothing for a plugin's engine."""
     if config.train.engine != FSDP:
         return ()
     ranks, settings = config.train.ranks, engine_settings(config)
@@ -164,7 +163,7 @@ def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
 
 
 def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:
-    """Return the certain memory of a worker of a replica."""
+    """Return the memory that a worker of a replica certainly needs."""
     settings = rollout_settings(config)
     causes: Iterable[MemoryCause]
     if config.rollout.engine == EMBEDDED:
@@ -189,14 +188,14 @@ def _awake(cause: MemoryCause) -> tuple[Phase, ...]:
 
 
 def sent_layout(config: Config) -> WeightLayout:
-    """Return the layout of what an update sends: the model, or its adapter."""
+    """Return the layout of the tensors that an update sends: the model, or only the adapter."""
     return _layout(
         config.model.path, compute_dtype(config), config.model.lora, config.weights.update_weights_bucket_megabytes
     )
 
 
 def base_nbytes(config: Config) -> int:
-    """Return the bytes of a whole version of the model in the dtype of the computation."""
+    """Return the bytes of the whole model in the dtype of the computation."""
     return _layout(config.model.path, compute_dtype(config), None, None).payload_nbytes
 
 
@@ -204,7 +203,7 @@ def base_nbytes(config: Config) -> int:
 def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None, slab_mib: int | None) -> WeightLayout:
     base, adapter = saved_weights(described_model(directory, dtype=dtype, lora=lora))
     slab_nbytes, own_nbytes = slab_sizes(streams=True, slab_nbytes=None if slab_mib is None else slab_mib << 20)
-    sent: dict[int, torch.Tensor] = {}  # by the parameter, so that tied tensors stay tied
+    sent: dict[int, torch.Tensor] = {}  # by the storage, so that tied tensors stay tied
     named = []
     for name, tensor in (base if lora is None else adapter).items():
         key = tensor.untyped_storage()._cdata if tensor.untyped_storage().nbytes() == tensor.nbytes else -len(sent)

@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST_NOTE = "host memory"
 
 
 def plan_as_text(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
-    """Return ``plan`` as lines of Markdown: tables of memory and links, what does not fit, and what would."""
+    """Return ``plan`` as Markdown: tables of memory and links, the verdict, and ``suggestions`` if it does not fit."""
     return "\n".join(_lines(plan, suggestions))
 
 
@@ -43,7 +43,7 @@ def _lines(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
 
 
 def verdict(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
-    """Yield whether ``plan`` fits and, if not, the settings that would."""
+    """Yield a sentence on whether ``plan`` fits. If it does not, also yield the suggested settings."""
     if plan.fits:
         yield "It fits."
         return
@@ -51,9 +51,9 @@ def verdict(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
         yield f"It does not fit: {sentence}."
     for suggestion in suggestions:
         costs = "; ".join(dict.fromkeys(lever.cost for lever in suggestion.levers))
-        yield f"It would fit with: {' '.join(suggestion.words)} ({costs})"
+        yield f"It would fit with: {' '.join(suggestion.overrides)} ({costs})"
     if not suggestions:
-        yield "No settings of hwrl make it fit: it needs more devices, or larger ones."
+        yield "No settings of hwrl make it fit: use more devices, or devices with more memory."
 
 
 def _device_lines(device: PlannedDevice, limit: int) -> Iterator[str]:
@@ -108,7 +108,7 @@ def plan_as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
                 {"link": one.name, "nbytes": one.nbytes, "once": one.start, "s": one.seconds(plan.hardware.bandwidth)}
                 for one in plan.links
             ],
-            "suggestions": [suggestion.words for suggestion in suggestions],
+            "suggestions": [suggestion.overrides for suggestion in suggestions],
         },
         indent=1,
     )

@@ -218,7 +218,12 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(fifo, "not a regular file"), (huge, "more than 1,048,576 bytes"), (device, "not a regular file"), (Path.mkdir, "")],
+    [
+        (fifo, "not a regular file"),
+        (huge, "more than 1,048,576 bytes"),
+        (device, "not a regular file"),
+        (Path.mkdir, ""),
+    ],
 )
 def test_what_is_no_small_file_is_refused_at_once(tmp_path: Path, make: Any, message: str) -> None:
     path = tmp_path / "config.yaml"

@@ -110,8 +110,8 @@ def test_suggestions_are_words_for_hwrl_train_and_fit(
     suggestions = suggest(config, hardware)
     assert suggestions
     for suggestion in suggestions:
-        assert make_plan(load_config(config_file, [*words, *suggestion.words]), hardware).fits, suggestion.words
-    assert any(hint in word for word in suggestions[0].words)
+        assert make_plan(load_config(config_file, [*words, *suggestion.overrides]), hardware).fits, suggestion.overrides
+    assert any(hint in word for word in suggestions[0].overrides)
 
 
 def test_what_no_setting_can_fix_has_no_suggestion(config_file: Path) -> None:
@@ -127,7 +127,7 @@ def test_too_few_devices_and_too_little_host_memory_do_not_fit(config_file: Path
     ).misfits
     assert "each replica needs 3 free devices on one node" in split
     (host,) = make_plan(load_config(config_file), replace(BIG, host_nbytes=1 << 30)).misfits
-    assert "the host memory of a node needs 3.0 GiB, and has 1.0 GiB" in host
+    assert "the host memory of a node needs 3.0 GiB and has 1.0 GiB" in host
 
 
 def test_ranks_of_a_plugin_may_have_the_same_rows_and_keep_room_for_libraries(config_file: Path) -> None:
@@ -145,7 +145,7 @@ def test_ranks_that_share_a_long_row_are_suggested(config_file: Path) -> None:
         Hardware(5, 3500 * MIB),
     )
     assert not make_plan(config, hardware).fits
-    assert ["train.context_parallel=2"] in [one.words for one in suggest(config, hardware)]
+    assert ["train.context_parallel=2"] in [one.overrides for one in suggest(config, hardware)]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_run_that_surely_cannot_fit_is_refused_with_the_words_of_the_plan(
         check_rank(config, Small(state + MIB), rank=0, alone=True)
     with pytest.raises(DeviceMemoryError) as caught:
         check_rank(config, Small(state - 1), rank=0, alone=False)
-    assert "a trainer rank needs 0.4 GiB, and has 0.4 GiB: at least parameters 0.1 GiB" in caught.value.why
+    assert "a trainer rank needs 0.4 GiB and has 0.4 GiB: at least parameters 0.1 GiB" in caught.value.why
     command = re.search("`hwrl (plan .*)`", caught.value.fix)
     assert command is not None
     assert main(command[1].replace("CONFIG", str(config_file)).split()) == 1
