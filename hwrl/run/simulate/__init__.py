@@ -1,4 +1,4 @@
-"""``hwrl simulate``: a run on thousands of devices, without a device."""
+"""``hwrl simulate``: simulate a run on thousands of devices. No device is needed."""
 
 from hwrl.run.simulate.calibration import as_measured, averages, calibrate, read_run, settled
 from hwrl.run.simulate.simulation import SimulatedRun, simulate

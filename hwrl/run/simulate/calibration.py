@@ -1,4 +1,4 @@
-"""Read the costs of a run from its ``metrics.jsonl``."""
+"""Derive the costs of a simulation from the ``metrics.jsonl`` of a real run."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from hwrl.run.simulate.size import SimulatedSize, placed
 from hwrl.run.simulate.workload import Lengths, Workload, longest_response
 
 _NEEDED = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train", "rollout/generate_s")
-_LEAST_LINES = 8
+_MIN_LINES = 8
 _ROUNDS = 4
-"""Simulations of the measured run, each with better costs."""
+"""How many times the measured run is simulated. The costs are corrected after each simulation."""
 _STEPS = 30
 
 
 def read_run(path: Path) -> list[Metrics]:
-    """Return the timed lines of a ``metrics.jsonl``, or of the one in a run directory, without its first fifth.
+    """Return the lines with times of a ``metrics.jsonl``, without the first fifth. ``path`` may be a run directory.
 
     Raises ConfigError.
     """
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"{path} cannot be read", why="there is no such file", fix=f"give a run's directory, or its {METRICS}"
+            f"{path} cannot be read", why="there is no such file", fix=f"name a run directory, or its {METRICS}"
         )
     lines = [line for line in read_records(path)[0] if all(name in line for name in _NEEDED)]
-    if len(lines) < _LEAST_LINES:
+    if len(lines) < _MIN_LINES:
         raise ConfigError(
             f"{path} cannot calibrate a simulation",
-            why=f"it has {len(lines)} lines with {', '.join(_NEEDED)}, and {_LEAST_LINES} are needed",
-            fix=f"give the metrics.jsonl of a longer run, or none; see {manual('simulate.md')}",
+            why=f"only {len(lines)} of its lines have {', '.join(_NEEDED)}, and {_MIN_LINES} are needed",
+            fix=f"use the metrics.jsonl of a longer run, or none; see {manual('simulate.md')}",
         )
     return lines[len(lines) // 5 :]
 
 
 def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workload:
-    """Return ``base`` with the costs measured in ``lines``, a run of ``config``.
+    """Return ``base`` with the costs that are measured in ``lines``, a run of ``config``.
 
-    The cost of an activity is the sum of its seconds over the sum of its work. Two costs depend on the others. So this
-    simulates the run and corrects them until it agrees with the measurement. The cost of a decoding step is corrected
-    by the tokens per busy second, because a step takes longer in a fuller replica. The cost of a batch is corrected by
-    the trainer's waits: generation does not explain all of them, since calls and shared processors take time, too.
+    The cost of an activity is the sum of its seconds, divided by the sum of its work. Two costs cannot be computed in
+    this way, so the run is simulated and they are corrected until the simulation agrees with the measurement:
+
+    - The cost of a decoding step, by the tokens per busy second. A step takes longer in a fuller replica.
+    - The cost of a batch, by the trainer's waits. Generation does not explain all of them: calls between processes and
+      shared processors also take time.
     """
     size = as_measured(config, _STEPS)
     measured = _trainer_costs(config, lines, base) | _rollout_costs(config, lines) | _lengths(config, lines, base)
@@ -68,12 +70,12 @@ def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workl
 
 
 def settled(lines: Sequence[Metrics]) -> list[Metrics]:
-    """Return the lines after the start of a run: the first fifth has no steady state."""
+    """Return the lines of the steady state: all except the first fifth."""
     return list(lines[len(lines) // 5 :])
 
 
 def generated_per_busy_s(lines: Sequence[Metrics]) -> float:
-    """Return the generated tokens per second of a replica's generation."""
+    """Return the generated tokens per second in which a replica generated."""
     tokens = sum(line.get("rollout/tokens_per_s", 0.0) * line["perf/step_s"] for line in lines)
     return tokens / max(1e-9, sum(line["rollout/generate_s"] for line in lines))
 
@@ -91,7 +93,7 @@ def _trainer_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> 
     return {
         "train_token_s": token_s * config.train.ranks,
         "train_sigma": stdev(logarithms),
-        "batch_s": waits[len(waits) // 10],  # the first guess: a wait for nothing but the calls
+        "batch_s": waits[len(waits) // 10],  # the first guess: a wait that consists only of calls
         "sync_nbytes": nbytes,
         "sync_fixed_s": max(0.0, _mean_of(synced, "timing_s/sync") - explained_s),
         "overhead_s": max(0.0, sum(others) / len(others)),
@@ -114,28 +116,28 @@ def _rollout_costs(config: Config, lines: Sequence[Metrics]) -> dict[str, float]
 
 
 def _lengths(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[str, float]:
-    """Return the mean and the spread of lengths: the spread that explains the truncated share, or else the longest."""
+    """Return the mean length and the sigma that explains the truncated share, or the longest response without one."""
     limit = longest_response(config)
     mean = sum(line["response/length_mean"] for line in lines) / len(lines)
     cut = sum(line.get("response/truncated_ratio", 0.0) for line in lines) / len(lines)
     longest = _median_of(lines, "response/length_max") or mean
     if longest <= mean or mean >= 0.999 * limit:
         return {"mean_tokens": mean, "sigma": 0.0}
-    if longest >= limit and 0 < cut < 1:  # the share above the limit
+    if longest >= limit and 0 < cut < 1:  # by the share of responses above the limit
         target, place = NormalDist().inv_cdf(1 - cut), math.log(limit)
-    else:  # the longest of all responses of a step
+    else:  # by the longest of all responses of a step
         responses = config.train.batch_groups * config.rollout.n
         target, place = NormalDist().inv_cdf(1 - 0.5 / responses), math.log(longest)
     return {"mean_tokens": mean, "sigma": _solve(lambda sigma: _place(mean, sigma, limit, place), target, base.sigma)}
 
 
 def _place(mean: float, sigma: float, limit: int, logarithm: float) -> float:
-    """Return how many standard deviations ``logarithm`` is above the middle of the lengths with ``mean``."""
+    """Return how many standard deviations ``logarithm`` is above ``mu`` of the lengths with this mean and sigma."""
     return (logarithm - Lengths.with_mean(mean, sigma=sigma, limit=limit).mu) / sigma
 
 
 def _solve(place: Callable[[float], float], target: float, default: float) -> float:
-    """Return the sigma for which ``place`` is nearest to ``target``, on a grid from 0.05 to 3; a tie keeps order."""
+    """Return the sigma from 0.05 to 3, in steps of 0.05, for which ``place`` is nearest to ``target``."""
     grid = [0.05 * step for step in range(1, 61)]
     return min(grid, key=lambda sigma: abs(place(sigma) - target)) if math.isfinite(target) else default
 
@@ -151,7 +153,7 @@ def _mean_of(lines: Sequence[Metrics], name: str) -> float:
 
 
 def averages(lines: Sequence[Metrics]) -> dict[str, float]:
-    """Return the time of a step, the tokens per second, the idle shares of both sides and the staleness of a run."""
+    """Return averages over a run: seconds per step, tokens per second, idle shares of both sides, staleness."""
     wall_s = sum(line["perf/step_s"] for line in lines)
     idle_s, busy_s = (
         sum(line.get(f"rollout/{name}", 0.0) for line in lines for name in names)
@@ -170,5 +172,5 @@ def averages(lines: Sequence[Metrics]) -> dict[str, float]:
 
 
 def as_measured(config: Config, steps: int) -> SimulatedSize:
-    """Return the size of the run itself, for ``steps`` steps."""
+    """Return the size of the measured run, with ``steps`` steps."""
     return placed(config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}))

@@ -1,4 +1,4 @@
-"""The simulated replicas of a run, and the ledger's side of them: leases, finished groups, deaths."""
+"""The simulated replicas of a run, and their dealings with the ledger: leases, finished groups, deaths."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LOGPROBS = np.zeros(2, dtype=np.float32)
 
 
 class SimulatedLedger:
-    """The ledger as one replica sees it. A request waits in line until the ledger has capacity."""
+    """The ledger as one replica calls it. A request waits in a queue until the ledger has capacity."""
 
     def __init__(self, fleet: SimulatedFleet, replica_id: str) -> None:
         self._fleet, self._replica_id = fleet, replica_id
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
-        """Request prompts."""
+        """Request up to ``count`` leases."""
         return self._fleet.request(count, self._replica_id)
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
@@ -38,18 +38,18 @@ class SimulatedLedger:
             self._fleet.ledger.complete(group)
 
     def fail(self, lease: PromptLease, reason: str) -> None:
-        """Report a failed prompt."""
+        """Report a failed attempt at a prompt."""
         self._fleet.ledger.fail(lease, reason=reason)
 
     def renew(self, leases: Sequence[PromptLease]) -> None:
-        """Report progress."""
+        """Report progress on ``leases``."""
         self._fleet.ledger.renew(leases, now_s=self._fleet.events.now_s)
 
 
 class SimulatedFleet:
     """All replicas of a simulated run. They lease from the run's :class:`PromptLedger` as real replicas do.
 
-    ``on_change`` is called after a group was handed in, and when a replica has nothing left to do.
+    ``on_change`` is called after a group has been handed in, and after a new replica has started.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class SimulatedFleet:
         self._lengths = lengths.groups(config.rollout.n, np.random.default_rng(random.integers(1 << 31)))
         self.replicas: dict[str, SimulatedReplica] = {}
         self.joiners: set[SimulatedReplica] = set()
-        """The replicas without weights."""
+        """The new replicas, which have no weights yet."""
         self._requests: deque[tuple[int, str, Future[list[PromptLease]]]] = deque()
         self._starts = 0
         self.deaths = 0
         self.rows: dict[int, tuple[float, float]] = {}
-        """The tokens and the longest response of each finished group, by its lease."""
+        """The total tokens and the longest response of each finished group, by lease id."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     def add(self) -> SimulatedReplica:
-        """Start one replica, without weights."""
+        """Start a replica. It has no weights yet."""
         replica_id, self._starts = f"replica#{self._starts}", self._starts + 1
         latency_s = self._workload.full_step_s * self._workload.latency_share
         slots = self._config.rollout.max_running
@@ -95,12 +95,12 @@ class SimulatedFleet:
         return replica
 
     def crash(self, replica: SimulatedReplica) -> None:
-        """End a replica; its prompts go to others at once."""
+        """End a replica. Its prompts go to others at once."""
         self._stop(replica)
         self._replace(replica)
 
     def hang(self, replica: SimulatedReplica) -> None:
-        """Stop a replica without a word. The ledger notices after ``rollout.group_timeout_s``."""
+        """Stop a replica without notice. Its leases expire after ``rollout.group_timeout_s``, and it is replaced."""
         for group in replica.advance(self.events.now_s):
             self._hand_in(replica, group)
         self.ledger.renew(replica.held(), now_s=self.events.now_s)
@@ -112,10 +112,10 @@ class SimulatedFleet:
         replica.epoch += 1
         self.replicas.pop(replica.replica_id, None)
         self.joiners.discard(replica)
-        self._requests = deque(one for one in self._requests if one[1] != replica.replica_id)
+        self._requests = deque(request for request in self._requests if request[1] != replica.replica_id)
 
     def _expire(self, replica: SimulatedReplica) -> None:
-        """Renew the leases of the living, as they do every second, and expire the others."""
+        """Renew the leases of all living replicas, as real ones do every second, and expire the other leases."""
         for other in self.replicas.values():
             self.ledger.renew(other.held(), now_s=self.events.now_s)
         self.ledger.expire(self.events.now_s)
@@ -134,7 +134,7 @@ class SimulatedFleet:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def take_weights(self, replica: SimulatedReplica, *, version: int, incarnation: int) -> None:
-        """Give a replica new weights. Those of a new incarnation of the trainer end all of its work."""
+        """Give a replica new weights. If they come from a new incarnation of the trainer, drop all its work."""
         if not replica.alive:
             return
         self.joiners.discard(replica)
@@ -149,7 +149,7 @@ class SimulatedFleet:
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def request(self, count: int, replica_id: str) -> Future[list[PromptLease]]:
-        """Return the leases of a replica, in the order of the requests."""
+        """Request leases for a replica. Requests are answered in their order."""
         answer: Future[list[PromptLease]] = Future()
         if self._requests or not self.ledger.capacity():
             self._requests.append((count, replica_id, answer))
@@ -158,7 +158,7 @@ class SimulatedFleet:
         return answer
 
     def serve(self) -> None:
-        """Answer waiting requests while the ledger admits groups, and let their replicas work."""
+        """Answer waiting requests as long as the ledger admits groups, and let their replicas work."""
         while self._requests and self.ledger.capacity():
             count, replica_id, answer = self._requests.popleft()
             answer.set_result(self.ledger.lease(count, replica=replica_id, now_s=self.events.now_s))
@@ -167,7 +167,7 @@ class SimulatedFleet:
             self.turn(replica)
 
     def turn(self, replica: SimulatedReplica) -> None:
-        """Start prompts in a replica as its loop does, and schedule its next event."""
+        """Start leased prompts as in one turn of a real replica's loop, and schedule the next event."""
         while replica.version >= 0 and not replica.draining:
             replica.leases.refill(room=replica.room())
             ready = replica.leases.pop_ready(version=replica.version, incarnation=replica.incarnation)
@@ -187,7 +187,7 @@ class SimulatedFleet:
         self.turn(replica)
 
     def settle(self, replica: SimulatedReplica) -> None:
-        """Let a replica generate until now. Its finished groups are scored and handed in."""
+        """Let a replica generate until now. Groups that have finished are scored and handed in."""
         for group in replica.advance(self.events.now_s):
             if self._workload.reward_s:
                 self.events.after(self._workload.reward_s, partial(self._hand_in, replica, group))
@@ -203,7 +203,7 @@ class SimulatedFleet:
         self.serve()
 
     def _prompt_group(self, replica: SimulatedReplica, group: GeneratedGroup) -> PromptGroup:
-        """Return a real group with two rows of a token: one of its first weights, one of its last."""
+        """Return a group with two rows of one token: one by the oldest weights of the group, one by the newest."""
         equal = self._workload.equal_ratio and self._random.random() < self._workload.equal_ratio
         return PromptGroup(
             sequence_number=group.lease.sequence_number,

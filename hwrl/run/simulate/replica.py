@@ -1,8 +1,8 @@
 """A simulated replica: continuous batching, without tokens.
 
-All running responses get one token in each decoding step. So the time of a replica is counted in its steps, and a
-response that starts at step ``p`` with ``l`` tokens ends at step ``p + l``. Between two ends the number of running
-responses is constant, and so is the time of a step. The simulation jumps from end to end.
+All running responses get one token in each decoding step. So a replica's progress is counted in steps: a response of
+``l`` tokens that starts at step ``p`` ends at step ``p + l``. Between two ends the number of running responses is
+constant, and so is the duration of a step. The simulation jumps from one end to the next.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from hwrl.rollout import LeaseQueue, PromptLease
 
 _TOLERANCE_STEPS = 1e-6
-"""Ends that are nearer than this are reached together."""
+"""Responses whose ends are closer than this end together."""
 
 
 @dataclass(frozen=True)
 class GeneratedGroup:
-    """A group whose responses are all generated: tokens in all, the longest response, and the weights at its start."""
+    """A group whose responses are complete: its total tokens, its longest response, the weight version at its start."""
 
     lease: PromptLease
     tokens: float
@@ -30,10 +30,10 @@ class GeneratedGroup:
 
 
 class SimulatedReplica:
-    """One life of a replica. ``now_s`` never goes back; all times are seconds of the simulation.
+    """One process of a replica. All times are seconds of the simulation, and ``now_s`` never decreases.
 
-    ``slots`` responses run at once, ``group_size`` in a group. A decoding step takes ``latency_s``, and ``response_s``
-    for each running response.
+    Up to ``slots`` responses run at once, in groups of ``group_size``. A decoding step takes ``latency_s`` seconds plus
+    ``response_s`` for each running response.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class SimulatedReplica:
         self.version, self.incarnation = -1, -1
         self.alive, self.draining = True, False
         self.epoch = 0
-        """Changes with the next event of the replica: an event of an older generation is void."""
+        """The number of the newest scheduled event. An event of an older epoch is void, because it was rescheduled."""
         self._slots, self._group_size = slots, group_size
         self._latency_s, self._response_s = latency_s, response_s
         self._ends: NDArray[np.float64] = np.empty(0)
-        self._times: NDArray[np.float64] | None = None  # from the present step to each end, seconds; None: not known
+        self._times: NDArray[np.float64] | None = None  # seconds from the current step to each end; None: not computed
         self._groups: list[tuple[float, int, GeneratedGroup]] = []
         self._step, self._now_s, self._born_s = 0.0, now_s, now_s
         self._tokens = self._finished = self._generate_s = self._update_s = 0.0
@@ -65,15 +65,15 @@ class SimulatedReplica:
         return len(self._groups)
 
     def held(self) -> list[PromptLease]:
-        """Return the leases of the unfinished groups, and the waiting ones."""
+        """Return all leases: those of unfinished groups, and those that wait for room."""
         return [*(group.lease for _, _, group in self._groups), *self.leases]
 
     def room(self) -> int:
-        """Return how many whole groups can start now."""
+        """Return the number of groups that can start now."""
         return (self._slots - len(self._ends)) // self._group_size
 
     def totals(self, now_s: float) -> dict[str, float]:
-        """Return the running totals of tokens, groups and seconds, as a real replica reports them."""
+        """Return the same running totals that a real replica reports."""
         busy_s = self._generate_s + self._update_s
         return {
             "tokens": self._tokens,
@@ -84,26 +84,29 @@ class SimulatedReplica:
         }
 
     def start(self, lease: PromptLease, lengths: NDArray[np.float64]) -> None:
-        """Begin a group with responses of ``lengths`` tokens (float64). Call :meth:`advance` before."""
+        """Start a group whose responses have ``lengths`` tokens (float64). Call :meth:`advance` first."""
         group = GeneratedGroup(lease, float(lengths.sum()), float(lengths.max()), self.version)
         heapq.heappush(self._groups, (self._step + group.longest, lease.lease_id, group))
         self._ends = np.sort(np.concatenate([self._ends, self._step + lengths]))
         self._times = None
 
     def next_event_s(self, *, wants_room: bool) -> float | None:
-        """Return when the next group ends or, if the replica ``wants_room``, a group could start; None if idle."""
+        """Return when the next group ends; with ``wants_room``, also when a new group fits, if that is earlier.
+
+        Returns None for an idle replica.
+        """
         if not self._groups:
             return None
         index = int(self._ends.searchsorted(self._groups[0][0] - _TOLERANCE_STEPS))
-        to_end = len(self._ends) + self._group_size - self._slots  # responses before a group fits
+        to_end = len(self._ends) + self._group_size - self._slots  # responses that must end before a group fits
         if wants_room and to_end > 0:
             index = min(index, to_end - 1)
         return self._now_s + float(self._end_times()[index])
 
     def advance(self, now_s: float) -> list[GeneratedGroup]:
-        """Decode until ``now_s``; return the groups that have ended since."""
+        """Decode until ``now_s``; return the groups that have ended."""
         elapsed_s = now_s - self._now_s
-        if elapsed_s <= 0:  # within a pause
+        if elapsed_s <= 0:  # the replica pauses
             return []
         self._now_s = now_s
         if not len(self._ends):
@@ -120,7 +123,7 @@ class SimulatedReplica:
         return self._pop_groups()
 
     def pause(self, seconds: float, *, now_s: float) -> None:
-        """Take new weights for ``seconds``. Call :meth:`advance` before."""
+        """Pause for ``seconds`` to take new weights. Call :meth:`advance` first."""
         self._now_s = max(self._now_s, now_s) + seconds
         self._update_s += seconds
 
@@ -139,7 +142,7 @@ class SimulatedReplica:
         return groups
 
     def _end_times(self) -> NDArray[np.float64]:
-        """Return the seconds from the present step to each end (float64)."""
+        """Return the seconds from the current step to each end (float64)."""
         if self._times is None:
             running = np.arange(len(self._ends), 0, -1)
             steps = self._ends.copy()

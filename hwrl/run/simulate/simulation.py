@@ -1,7 +1,7 @@
-"""A discrete-event simulation of a whole run: the ledger and the leases are real, the processes are not.
+"""A discrete-event simulation of a run. The prompt ledger and its leases are real; the processes are simulated.
 
-The trainer's turn is that of :class:`~hwrl.run.pipeline.Pipeline`: advance the ledger, wait for a batch, train, send
-the weights if they are due, save a checkpoint if it is due. Events of replicas come in between.
+The simulated trainer does the same as :class:`~hwrl.run.pipeline.Pipeline`: advance the ledger, wait for a batch,
+train, send the weights if they are due, save a checkpoint if it is due. Events of replicas happen in between.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hwrl.run.simulate.workload import Workload
 from hwrl.run.throttle import Throttle
 
 _STUCK_S = 3 * 86400.0
-"""Simulated time without a new step, after which the run counts as stuck."""
+"""If this much simulated time passes without a new step, the run counts as stuck."""
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """The result: ``lines`` of metrics with the names of ``metrics.jsonl``, the events of failure, and the wall time.
+    """The result of a simulation: lines of metrics as in ``metrics.jsonl``, the simulated time, and the failures.
 
-    ``seconds`` is simulated time, the lost steps included.
+    ``seconds`` includes the time of steps that were lost when the trainer died.
     """
 
     size: SimulatedSize
@@ -49,14 +49,14 @@ class SimulatedRun:
 
 
 def simulate(size: SimulatedSize, workload: Workload, *, seed: int = 0) -> SimulatedRun:
-    """Simulate a run to its last step. Raises the HwrlError that would end the real run, such as too many failures."""
+    """Simulate a run to its last step. Raises an HwrlError if the real run would, such as for too many failures."""
     with _no_garbage_collection():
         return _Simulation(size, workload, seed=seed).run()
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Stop Python's search for cycles: a simulation makes millions of objects without one. It took 25 % of the time."""
+    """Disable Python's garbage collector: millions of objects without cycles are made, and it took 25 % of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -87,15 +87,15 @@ class _Simulation:
         self._lines: list[Metrics] = []
         self._step = self._saved_step = self._version = self._incarnation = 0
         self._saved = EMPTY_LEDGER
-        self._life = 0  # of the trainer: its events of an older life are void
-        self._waits_for: str | None = None  # "batch", or "drain": for replicas to finish their groups
+        self._trainer_epoch = 0  # an event that the trainer scheduled in an earlier epoch, before its death, is void
+        self._waits_for: str | None = None  # "batch"; or "drain": the replicas finish their groups before a transfer
         self._draining: list[SimulatedReplica] = []
         self._since_s = 0.0
         self._trainer_deaths = self._lost_steps = self._newest_step = 0
         self._progress_s = 0.0
         self._metrics: Metrics = {}
         self._batch: list[PromptGroup] = []
-        self._awaited = False  # a transfer to late replicas is under way
+        self._is_serving = False  # a transfer to new replicas is in progress
 
     def run(self) -> SimulatedRun:
         for _ in range(self._config.rollout.replicas):
@@ -121,15 +121,15 @@ class _Simulation:
         days = (self._events.now_s - self._progress_s) / 86400
         return EngineError(
             f"the simulated run makes no progress after step {self._step}",
-            why=f"no step was finished in {days:.0f} days: {self._trainer_deaths} deaths of the trainer and "
-            f"{self._fleet.deaths} of replicas so far, the last checkpoint is of step {self._saved_step}",
+            why=f"no step was finished in {days:.0f} days; the trainer died {self._trainer_deaths} times and "
+            f"replicas died {self._fleet.deaths} times, and the last checkpoint is of step {self._saved_step}",
             fix="assume a higher mtbf_h or a shorter restart_s, or save more often with checkpoint.save_every_steps",
         )
 
     def _after(self, seconds: float, act: Any) -> None:
-        """Let the trainer do ``act`` after ``seconds``, if it still lives."""
-        life = self._life
-        self._events.after(seconds, lambda: act() if life == self._life else None)
+        """Let the trainer call ``act`` after ``seconds``, unless it dies before."""
+        epoch = self._trainer_epoch
+        self._events.after(seconds, lambda: act() if epoch == self._trainer_epoch else None)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class _Simulation:
         self._on_change()
 
     def _on_change(self) -> None:
-        """Go on if the trainer waits for something that is there now."""
+        """Continue if the trainer waits for something that has now happened."""
         if self._waits_for == "drain":
             self._send_when_drained()
         elif self._waits_for == "batch":
@@ -151,13 +151,13 @@ class _Simulation:
         if groups is not None:
             self._waits_for = None
             self._after(self._workload.batch_s, partial(self._train, groups))
-        elif self._fleet.joiners and not self._awaited:
-            self._awaited = True
-            self._after(self._sync_s(), self._deliver_awaited)
+        elif self._fleet.joiners and not self._is_serving:
+            self._is_serving = True
+            self._after(self._sync_s(), self._serve_new_receivers)
 
-    def _deliver_awaited(self) -> None:
-        """Give replacements the weights while the trainer waits for a batch."""
-        self._awaited = False
+    def _serve_new_receivers(self) -> None:
+        """Give new replicas their weights, while the trainer waits for a batch."""
+        self._is_serving = False
         for replica in list(self._fleet.joiners):
             self._fleet.take_weights(replica, version=self._version, incarnation=self._incarnation)
 
@@ -260,7 +260,7 @@ class _Simulation:
         self._events.after(float(self._random.exponential(mean_s)), self._fail)
 
     def _fail(self) -> None:
-        """Let one device fail, and with it a replica or the trainer."""
+        """Let one device fail. The trainer or a replica dies with it, or hangs."""
         self._schedule_failure()
         hangs = self._random.random() < self._workload.hang_ratio
         device = self._random.integers(self._size.devices)
@@ -273,10 +273,10 @@ class _Simulation:
             self._on_change()
 
     def _end_trainer(self, detect_s: float) -> None:
-        """End the trainer. It goes back to its last checkpoint."""
-        self._life += 1
+        """End the trainer. After ``detect_s`` and the restart it continues from its last checkpoint."""
+        self._trainer_epoch += 1
         self._trainer_deaths += 1
-        self._waits_for, self._awaited = None, False
+        self._waits_for, self._is_serving = None, False
         self._after(detect_s + self._workload.restart_s, self._restart_trainer)
 
     def _restart_trainer(self) -> None:

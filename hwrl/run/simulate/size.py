@@ -1,4 +1,4 @@
-"""The size of a simulated run: its processes, and the placement that hwrl would choose for them."""
+"""The size of a simulated run: its processes, and the placement that a real run would choose for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hwrl.run.cluster.placement import Machines, assign_devices, choose_senders,
 from hwrl.run.config import Config
 
 DEVICES_OF_A_NODE = 8
-"""Devices of one machine, for the choice of the senders: an assumption."""
+"""The assumed number of devices per machine. The choice of the senders depends on it."""
 
 
 @dataclass(frozen=True)
 class SimulatedSize:
-    """A run on ``devices`` devices. ``shared``: trainer and replicas take turns on the same devices.
+    """A run on ``devices`` devices. ``shared`` means that trainer and replicas take turns on the same devices.
 
-    ``config`` has the numbers of ranks, replicas and groups of this size. ``senders`` ranks send the weights.
+    ``config`` has the numbers of ranks, replicas and groups for this size. ``senders`` ranks send the weights.
     """
 
     config: Config
@@ -28,8 +28,8 @@ class SimulatedSize:
 def scaled(config: Config, devices: int, *, steps: int, fixed_batch: bool = False) -> SimulatedSize:
     """Return the run of ``config`` on ``devices`` devices, for ``steps`` training steps.
 
-    Ranks and replicas keep their ratio, and the groups of a step grow with the devices unless ``fixed_batch``. Raises
-    ConfigError if the devices are too few.
+    The ratio of ranks and replicas stays the same. The groups of a step grow with the number of devices unless
+    ``fixed_batch`` is set. Raises ConfigError if there are too few devices.
     """
     width = config.rollout.tensor_parallel
     factor = devices / (config.train.ranks + config.rollout.replicas * width)
@@ -40,7 +40,7 @@ def scaled(config: Config, devices: int, *, steps: int, fixed_batch: bool = Fals
 
 
 def synchronous(size: SimulatedSize) -> SimulatedSize:
-    """Return the baseline: the same devices train and generate in turns, with on-policy groups, version by version."""
+    """Return the synchronous baseline: all devices generate, then all train, and every group is on-policy."""
     config, width = size.config, size.config.rollout.tensor_parallel
     steps = max(1, config.train.steps // config.async_training.trigger_parameter_sync_step)
     replicas = max(1, size.devices // width)
@@ -50,16 +50,16 @@ def synchronous(size: SimulatedSize) -> SimulatedSize:
 
 
 def _resized(config: Config, *, ranks: int, replicas: int, groups: int, steps: int) -> Config:
-    """Return ``config`` with other numbers. They may exceed the limits of a real run's processes."""
+    """Return ``config`` with these numbers. They may exceed the maximum number of processes of a real run."""
     train = config.train.model_copy(update={"ranks": ranks, "batch_groups": groups, "steps": steps})
     rollout = config.rollout.model_copy(update={"replicas": replicas})
     return config.model_copy(update={"train": train, "rollout": rollout})
 
 
 def placed(config: Config, devices: int | None = None) -> SimulatedSize:
-    """Return the run of ``config`` on ``devices`` devices; None: one for each rank, and those of the replicas.
+    """Return the run of ``config`` on ``devices`` devices (None: as many as its ranks and replicas need).
 
-    Trainer and replicas share none. Raises ConfigError if the devices are too few.
+    Trainer and replicas do not share devices. Raises ConfigError if there are too few devices.
     """
     ranks, replicas, width = config.train.ranks, config.rollout.replicas, config.rollout.tensor_parallel
     devices = ranks + replicas * width if devices is None else devices

@@ -1,4 +1,4 @@
-"""The result of simulations as text and as JSON."""
+"""The results of simulations as text and as JSON."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ _TITLES = (
     "sync s",
     "deaths",
     "lost steps",
-    "beside synchronous",
+    "speedup over synchronous",
 )
 
 
 def result_of(run: SimulatedRun, baseline: SimulatedRun | None = None) -> dict[str, float]:
-    """Return the averages of a run after its start; with a ``baseline``, also the speed-up in tokens per second."""
-    found = averages(settled(run.lines))
+    """Return the averages of a run in its steady state; with a ``baseline``, also the speedup in tokens per second."""
+    means = averages(settled(run.lines))
     row = {
         "devices": run.size.devices,
-        **found,
-        "per_device": found["tokens_per_s"] / run.size.devices,
+        **means,
+        "per_device": means["tokens_per_s"] / run.size.devices,
         "deaths": run.replica_deaths + run.trainer_deaths,
         "lost_steps": run.lost_steps,
     }
     if baseline is not None:
-        row["speedup"] = found["tokens_per_s"] / averages(settled(baseline.lines))["tokens_per_s"]
+        row["speedup"] = means["tokens_per_s"] / averages(settled(baseline.lines))["tokens_per_s"]
     return row
 
 
 def table_head(*, beside_sync: bool) -> str:
-    """Return the first two lines of a table with a :func:`table_row` for each size."""
+    """Return the two head lines of a table whose rows are made by :func:`table_row`."""
     titles = [title for name, title in zip(_COLUMNS, _TITLES, strict=True) if beside_sync or name != "speedup"]
     return "| " + " | ".join(titles) + " |\n|" + "---:|" * len(titles)
 
 
 def table_row(row: Mapping[str, Any]) -> str:
-    """Return the line of a table for one result of :func:`result_of`."""
+    """Return the table row for a result of :func:`result_of`."""
     return "| " + " | ".join(shape.format(row[name]) for name, shape in _COLUMNS.items() if name in row) + " |"
 
 
 def assumptions(workload: Workload, sources: Mapping[str, str]) -> str:
-    """Return a table of all assumptions with their ``sources``."""
+    """Return a table of all assumptions, each with its source."""
     lines = ["| assumption | value | source |", "|---|---:|---|"]
     lines += [
         f"| {field.name} | {getattr(workload, field.name):.5g} | {sources.get(field.name, 'default')} |"
@@ -78,19 +78,19 @@ def assumptions(workload: Workload, sources: Mapping[str, str]) -> str:
 
 
 def limits_exceeded(run: SimulatedRun) -> str | None:
-    """Return a sentence if the real run would have ended with an error, after too many deaths of the trainer.
+    """Return a sentence if the real run would have ended early, because its trainer died too often; None otherwise.
 
-    Replicas die without a limit as long as they finish prompts between their deaths.
+    Deaths of replicas have no such limit, as long as the replicas finish prompts in between.
     """
     limit = run.size.config.train.max_restarts
     if run.trainer_deaths <= limit:
         return None
     return (
-        f"{run.size.devices:,} devices: train.max_restarts={limit} would have ended the run, with "
-        f"{run.trainer_deaths} deaths of the trainer in {run.seconds:,.0f} s"
+        f"{run.size.devices:,} devices: train.max_restarts={limit} would have ended the run: "
+        f"the trainer died {run.trainer_deaths} times in {run.seconds:,.0f} s"
     )
 
 
 def as_json(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:
-    """Return the same as JSON."""
+    """Return the results and the assumptions as JSON."""
     return json.dumps({"sizes": rows, "assumptions": dataclasses.asdict(workload), "sources": dict(sources)}, indent=1)
