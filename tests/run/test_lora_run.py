@@ -47,7 +47,7 @@ def test_the_base_travels_once_and_each_version_is_an_adapter(
     assert sum(sent(run, "base_nbytes")) == base_nbytes(demo)
     assert sent(run, "adapter_nbytes")[1:] == [adapter_nbytes(run)] * 23
     assert [line["sync/nbytes"] for line in metrics] == [adapter_nbytes(run)] * 24
-    assert "1 times the base" in run.output()
+    assert "the base 1 times" in run.output()
     assert all(line["sync/receivers"] >= 1 and line["sync/excluded"] == 0 for line in metrics)
     assert metrics[-1]["rollout/replicas"] == (1 if words == HOST else 2)
     if words == SHARED:

@@ -63,7 +63,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     again = start("resume=true", *words)
     again.wait_for_step(last + 2)
     assert (
-        f"{run.directory / 'trained_prompts.jsonl'} is incomplete: it lacks steps 1-{last} of {last}" in again.output()
+        f"{run.directory / 'trained_prompts.jsonl'} is incomplete: steps 1-{last} of {last} missing" in again.output()
     )
     assert "reward.function has changed since the checkpoint was saved" in again.output()
     change_an_input(again, demo)  # and none while it runs

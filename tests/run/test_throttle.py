@@ -111,4 +111,4 @@ def test_in_a_real_run_the_lead_shrinks_replicas_sleep_and_every_prompt_is_train
     states = [(line["throttle/lead_versions"], line["throttle/asleep"]) for line in lines]
     assert states[0] == (4.0, 0) and states[-1] != states[0], states
     assert max(line["staleness/max"] for line in lines) <= 4
-    assert "balance: trainer waits" in run.output() and "versions on average" in run.output()
+    assert "balance: the trainer waits" in run.output() and "versions on average" in run.output()

@@ -1,4 +1,4 @@
-"""The output of a run: files in the run directory, progress on the screen, and the summary at the end."""
+"""The output of a run: files in the run directory, progress on the screen, trackers, and the summary at the end."""
 
 from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.events import EVENTS, EventLog, RecordedView, read_events

@@ -10,64 +10,69 @@ from hwrl.run.report.records import Metrics
 
 TRAINER_BUSY = ("timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save")
 BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
-"""The working time of a replica, in its totals."""
+"""The parts of a replica's totals that are working time."""
 BATCH_WAIT = "perf/batch_wait_s"
-"""The metric of the seconds between the request for a batch and the batch."""
+"""The metric with the seconds from the request for a batch until its arrival."""
 _EQUAL = 0.05
-"""Shares with a smaller difference are equal: the window ends inside a replica's work."""
+"""A smaller difference counts as none, because the window may end inside a replica's work."""
 
 Side = Literal["trainer", "rollout"]
 
 
 @dataclass(frozen=True)
 class BusyShares:
-    """The shares of the wall time, 0 to 1, in which the trainer and an average replica worked."""
+    """The shares of the wall time, from 0 to 1, in which the trainer and an average replica worked."""
 
     trainer: float
     rollout: float
 
     @property
     def bottleneck(self) -> Side | None:
-        """The side that works more of the time; None if both work alike."""
+        """The side that works for more of the time; None if both work for about the same time."""
         if abs(self.trainer - self.rollout) < _EQUAL:
             return None
         return "trainer" if self.trainer > self.rollout else "rollout"
 
     @property
     def code(self) -> float:
-        """:attr:`bottleneck` as a number for metrics: 0.0 trainer, 1.0 rollout, 0.5 neither."""
+        """:attr:`bottleneck` as a number for metrics: 0.0 for the trainer, 1.0 for the rollout, 0.5 for neither."""
         return {"trainer": 0.0, "rollout": 1.0, None: 0.5}[self.bottleneck]
 
     @property
     def wall_ratio(self) -> float:
-        """The wall time over the busy time of the busier side: 1.0 if that side never waits."""
+        """The wall time divided by the busy time of the busier side: 1.0 if that side never waits."""
         return 1 / max(self.trainer, self.rollout, 1e-9)
 
     def __str__(self) -> str:
         shares = {"trainer": self.trainer, "rollout": self.rollout}
         if self.bottleneck is None:
-            return f"none, trainer and rollout are busy alike ({self.trainer:.0%} and {self.rollout:.0%} of the time)"
+            return f"none, trainer and rollout are equally busy ({self.trainer:.0%} and {self.rollout:.0%} of the time)"
         busy = shares.pop(self.bottleneck)
-        ((other, less),) = shares.items()
-        return f"{self.bottleneck}, busy {busy:.0%} of the time; {other} {less:.0%}"
+        ((other, other_busy),) = shares.items()
+        return f"{self.bottleneck}, busy {busy:.0%} of the time; {other} {other_busy:.0%}"
 
 
 def describe_waits(lines: Sequence[Metrics]) -> str | None:
-    """Return the shares of the waits of both sides in the steps of ``lines``; None without a step's time."""
+    """Return a text about how long each side waited in the steps of ``lines``; None if no line has ``perf/step_s``."""
     waits = _shares(lines, [BATCH_WAIT], ["rollout/idle_s"])
     if waits is None:
         return None
-    return f"trainer waits {waits[0]:.0%} of the time for samples; replicas wait {waits[1]:.0%} for room"
+    return (
+        f"the trainer waits for samples {waits[0]:.0%} of the time; replicas wait for room {waits[1]:.0%} of the time"
+    )
 
 
 def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:
-    """Return the busy shares over the steps of ``lines``; None if no line has a ``perf/step_s``."""
+    """Return the busy shares over the steps of ``lines``; None if no line has ``perf/step_s``."""
     shares = _shares(lines, TRAINER_BUSY, [f"rollout/{name}" for name in BUSY_SECONDS])
     return None if shares is None else BusyShares(*shares)
 
 
 def _shares(lines: Sequence[Metrics], trainer: Sequence[str], rollout: Sequence[str]) -> tuple[float, float] | None:
-    """Return the shares of the metrics of both sides, in seconds, in their time; None without a step's time."""
+    """Return which share of its time each side spent in its metrics, which are in seconds.
+
+    Returns None if no line has ``perf/step_s``.
+    """
     timed = [line for line in lines if "perf/step_s" in line]
     wall_s = sum(line["perf/step_s"] for line in timed)
     if not wall_s:

@@ -1,4 +1,4 @@
-"""The picture of a run: reward, evaluations and staleness over the training steps."""
+"""Draw the reward curve of a run: reward, evaluations and staleness over the training steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hwrl.run.report.records import Metrics
 
 
 def draw_curve(history: list[Metrics], path: Path) -> None:
-    """Draw the mean reward, the evaluations and the staleness over the steps, as a PNG in ``path``."""
+    """Draw the mean reward, the evaluations and the staleness over the steps, and write a PNG to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,18 +34,18 @@ def draw_curve(history: list[Metrics], path: Path) -> None:
     figure.tight_layout()
     draft = path.with_name(f".tmp_{path.name}")
     figure.savefig(draft, format="png")
-    draft.replace(path)  # after an error the old picture is still there
+    draft.replace(path)  # an error before this leaves the old picture
     pyplot.close(figure)
 
 
 def _limits(history: list[Metrics]) -> tuple[float, float] | None:
-    """Return a reward axis from 0 to 1, to compare runs, if all values fit into it; else None."""
+    """Return the limits 0 to 1 if all values are in this range, so that runs can be compared; None otherwise."""
     names = ("reward/mean", *_evaluations(history))
     drawn = [line[name] for line in history for name in names if name in line]
     return (0, 1.02) if all(0 <= value <= 1 for value in drawn) else None
 
 
 def _evaluations(history: list[Metrics]) -> list[str]:
-    """Return the names of evaluations' rewards and exact matches, in the order of their first lines."""
+    """Return the metric names of evaluations' rewards and exact matches, in the order of their first lines."""
     names = (name for line in history for name in line if name.startswith("eval/"))
     return list(dict.fromkeys(name for name in names if name.endswith(("/reward", "/exact"))))

@@ -1,4 +1,4 @@
-"""Files that only grow: lines that survive the death of this process, and TensorBoard events."""
+"""Files that are only appended to: files whose content survives a killed process, and TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class AppendedFile:
-    """A file opened for appending. ``write`` returns when the operating system has all data; nothing is buffered here.
+    """A file opened for appending, without a buffer: when ``write`` returns, the operating system has all data.
 
-    Raises OSError, also if the file was deleted or replaced. The operating system reports no error for writes to a
+    The methods raise OSError, also if the file was deleted or replaced. The operating system would accept writes to a
     deleted file, and the data would be lost.
     """
 
@@ -22,14 +22,14 @@ class AppendedFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append ``data``. An error may leave a part of it in the file."""
+        """Append ``data``. After an error, a part of it may be in the file."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
         self._check_path()
 
     def sync(self) -> None:
-        """Make the content durable. The file's entry in its directory needs a sync of the directory."""
+        """Make the content durable with fsync. To make the directory entry durable, sync the directory as well."""
         self._check_path()
         os.fsync(self._file.fileno())
 
@@ -43,10 +43,10 @@ class AppendedFile:
 
 
 class EventFile:
-    """Scalars for TensorBoard, in a new file in ``directory``. It voids older files from ``purge_step`` on.
+    """Scalars for TensorBoard, in a new file in ``directory``. TensorBoard ignores older files from ``purge_step`` on.
 
-    torch's ``SummaryWriter`` writes in its own thread. On a full disk this thread prints a traceback and may block its
-    callers. This class writes in the caller's thread and raises OSError.
+    This class writes in the caller's thread and raises OSError. torch's ``SummaryWriter`` writes in a thread of its
+    own, which prints a traceback and may block its callers when the disk is full.
     """
 
     def __init__(self, directory: Path, *, purge_step: int) -> None:

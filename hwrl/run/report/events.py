@@ -1,4 +1,4 @@
-"""The run's log in the run directory, ``events.jsonl``: what happened, when, and at which step."""
+"""The log of a run as a file in the run directory, ``events.jsonl``: each line has a time, a step and a text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hwrl.run.report.views import View
 EVENTS = "events.jsonl"
 
 EventKind = Literal["start", "note", "wait", "replica", "trainer", "scale", "error", "end"]
-"""``replica`` and ``trainer`` are restarts; with ``scale`` replicas join or leave; ``error`` ended the run; ``end`` is
-its last event."""
+"""``replica`` and ``trainer``: a restart; ``scale``: replicas joined or left; ``error``: the error that ended the run;
+``end``: the last event of a run without an error."""
 Event = dict[str, Any]
-"""A line of the file: ``time_unix_s``, ``step`` (the last finished one), ``kind`` and ``text``."""
+"""A line of the file: ``time_unix_s``, ``step`` (the last finished step), ``kind`` and ``text``."""
 
 
 class EventLog(Protocol):
-    """Logs a line of text as an event of a kind."""
+    """A function that logs a line of text as an event of some kind."""
 
     def __call__(self, text: str, /, *, kind: EventKind = "note") -> None:
         """Log ``text``."""
 
 
 class RecordedView:
-    """A view for the ``with`` block of a run; each of its log lines also goes to ``events.jsonl`` in ``directory``.
+    """Wraps a view during the ``with`` block of a run, and also writes its log lines to ``events.jsonl``.
 
-    A resumed run appends to the file. The error that ends the block is an event, too. The file is optional: its first
-    error goes to the view, and it is not written after that.
+    A resumed run appends to the file. An error that ends the block is also recorded as an event. The file is optional:
+    after a first error, which is logged to the view, it is no longer written.
     """
 
     def __init__(self, view: View, directory: Path) -> None:
@@ -57,17 +57,17 @@ class RecordedView:
         self._close()
 
     def show(self, line: Metrics) -> None:
-        """Show the metrics ``line`` of a step. Later events have its step."""
+        """Show the metrics of a step. Later events get the number of this step."""
         self._step = int(line["step"])
         self._view.show(line)
 
     def log(self, text: str, /, *, kind: EventKind = "note") -> None:
-        """Record ``text`` and show it."""
+        """Write ``text`` to the file, and show it in the view."""
         self._record(text, kind)
         self._view.log(text)
 
     def end(self, text: str) -> None:
-        """Record the end of the run. The caller shows ``text`` itself, later."""
+        """Write ``text`` to the file as the end of the run. Shows nothing: the caller prints ``text`` later."""
         self._record(text, "end")
 
     def _record(self, text: str, kind: EventKind) -> None:
@@ -86,11 +86,11 @@ class RecordedView:
 
     def _give_up(self, exc: OSError) -> None:
         self._close()
-        self._view.log(f"{self._path} can no longer be written ({exc.strerror or exc}); the run continues without")
+        self._view.log(f"{self._path} can no longer be written ({exc.strerror or exc}); the run continues without it")
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a run directory's file; skip damaged lines. No file has no events."""
+    """Yield the events in the file ``path``. Skips damaged lines, and yields nothing if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:

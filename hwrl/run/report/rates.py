@@ -1,4 +1,4 @@
-"""Metrics of the time between two steps: tokens per second and idle ratios."""
+"""Metrics about the time between two steps: tokens per second and idle ratios."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from hwrl.run.processes.actors import BatchInfo
 
 WINDOW_STEPS = 20
-"""Steps for ``perf/bottleneck``: a single one may begin or end inside a replica's work."""
+"""Steps over which ``perf/bottleneck`` is computed. One step is too short, as it may cut through a replica's work."""
 COUNTS = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
 
 
 class StepRates:
     """Turns the replicas' running totals into metrics of the time since the last step.
 
-    ``history`` holds the lines of the run before a resume; ``devices`` counts the devices of each side; set it anew
+    ``history`` has the lines of the run before a resume. ``devices`` is the number of devices of each side; update it
     when replicas have joined or left.
     """
 
@@ -36,15 +36,15 @@ class StepRates:
         self.go_back(history)
 
     def start_clock(self) -> None:
-        """Let the first window begin now. Call this when every process is ready."""
+        """Start the first interval now. Call this when every process is ready."""
         self._last_s = self._now()
 
     def go_back(self, history: list[Metrics]) -> None:
-        """Go back to the end of ``history`` with the trained tokens.
+        """Set the number of trained tokens back to the end of ``history``, after the trainer has restarted.
 
-        The replicas keep their totals when the trainer goes back to a checkpoint. So the next rates are still those
-        since the last call of :meth:`metrics`; before the first call, since now. They include the recovery: that line
-        has no ``perf/step_s`` and nothing of it. The undone steps do not count for ``perf/bottleneck`` any longer.
+        The replicas keep their totals when the trainer returns to a checkpoint. So the next rates cover the time since
+        the last call of :meth:`metrics` (before the first call: since now), recovery included. That line therefore has
+        no ``perf/step_s`` and no metrics derived from it. Undone steps no longer count for ``perf/bottleneck``.
         """
         self._window.clear()
         self._recovered = bool(self._last_totals)
@@ -53,11 +53,11 @@ class StepRates:
             self.start_clock()
 
     def metrics(self, trained: Metrics, batch: BatchInfo) -> Metrics:
-        """Return the rates since the last call. ``trained`` holds the trainer's metrics of the step on ``batch``."""
+        """Return the rates since the last call. ``trained`` has the trainer's metrics of the step on ``batch``."""
         now_s = self._now()
         elapsed_s, self._last_s = max(now_s - self._last_s, 1e-9), now_s
         rollout = self._added_since_last(batch.replicas)
-        if rollout.get("idle_s", 0.0) + _busy_s(rollout) > 0:  # else no replica has reported since the last step
+        if rollout.get("idle_s", 0.0) + _busy_s(rollout) > 0:  # otherwise no replica has reported since the last step
             self._rollout_idle_ratio = rollout["idle_s"] / (rollout["idle_s"] + _busy_s(rollout))
         self._trained_tokens += trained["response/tokens"]
         trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
@@ -100,7 +100,7 @@ def _busy_s(totals: dict[str, float]) -> float:
 
 
 def _untrained(batch: BatchInfo) -> Metrics:
-    """Return the numbers of prompts that were settled without training since the last batch."""
+    """Return the numbers of prompts that were filtered or failed since the last batch."""
     filtered = len(batch.untrained.filtered)
     return {
         "groups/filtered": float(filtered),

@@ -1,4 +1,4 @@
-"""Files of JSON lines, one per training step: reading them even if a crash or a person damaged them."""
+"""Read and write files of JSON lines with one record per training step, even if a file is damaged."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ def encode_records(records: list[Any]) -> bytes:
 
 
 def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any], list[int]]:
-    """Return the records of ``path`` up to ``last_step``, sorted by step, and the numbers of the damaged lines.
+    """Return the records of ``path`` up to ``last_step``, sorted by step, and the numbers of damaged lines.
 
-    A line is damaged if it is no record, or repeats or reverses the order of the steps. Damage after the last record
-    does not count: a killed run or a power loss leaves it. No file means no records.
+    A line is damaged if it is not a record, or if its step repeats or comes after a later step. Damage after the last
+    record is ignored, because a killed run or a power loss leaves it. A missing file counts as an empty one.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return [], []
-    found: dict[int, Any] = {}
+    records: dict[int, Any] = {}
     damaged, undecided = [], []
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         record = _parse(text)
-        if record is None or record["step"] in found:
-            undecided.append(number)  # damaged only if a record follows
+        if record is None or record["step"] in records:
+            undecided.append(number)  # it counts as damaged only if a record follows
             continue
         if record["step"] > last_step:
             continue
-        damaged += undecided + ([number] if found and record["step"] < max(found) else [])
+        damaged += undecided + ([number] if records and record["step"] < max(records) else [])
         undecided.clear()
-        found[record["step"]] = record
-    return [found[step] for step in sorted(found)], damaged
+        records[record["step"]] = record
+    return [records[step] for step in sorted(records)], damaged
 
 
 def join_ranges(noun: str, numbers: list[int]) -> str:
-    """Return the numbers in words.
+    """Return the numbers as text, with ranges for consecutive ones.
 
     >>> join_ranges("step", [3]), join_ranges("step", [1, 2, 3, 7])
     ('step 3', 'steps 1-3, 7')
@@ -59,7 +59,7 @@ def join_ranges(noun: str, numbers: list[int]) -> str:
 
 
 def _parse(text: bytes) -> Any:
-    """Return the record in one line of text; None if the line holds none."""
+    """Return the record in a line; None if the line is not a valid record."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

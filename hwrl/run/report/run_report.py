@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics, prompts, samples, events for trackers, and the reward curve."""
+"""Write the files of a run: metrics, trained prompts, samples, TensorBoard events, and the reward curve."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class RunReport:
 
     - ``metrics.jsonl`` has one JSON object per training step: ``step``, ``time_s`` (seconds of training, summed over
       resumes) and the step's metrics.
-    - ``trained_prompts.jsonl`` has the sequence numbers of the prompts in each step; then ``filtered`` and ``failed``,
-      if there are any: the prompts that were settled without training since the line before, failed ones with reasons.
+    - ``trained_prompts.jsonl`` has the sequence numbers of the prompts of each step. If prompts were filtered or failed
+      since the previous line, it also has these, under ``filtered`` and ``failed`` (with reasons).
 
-    The run must not lose these two files: a failed write raises RunDirectoryError. A file with missing or damaged lines
-    up to ``resume_step`` is reported through ``log``.
+    The run must not lose these two files: a failed write raises RunDirectoryError. If lines up to ``resume_step`` are
+    missing or damaged, this is logged, and the run continues.
 
-    ``samples.jsonl``, TensorBoard's events and the reward curve are optional. Their first error goes to ``log``, and
-    they are not written after that. ``trackers`` get all metrics; closing the report finishes them.
+    ``samples.jsonl``, TensorBoard's events and the reward curve are optional: after a first error, which is logged,
+    they are no longer written. ``trackers`` receive all metrics; closing the report finishes them.
 
     Call ``add`` after each step, ``sync`` before each checkpoint, and ``close`` at the end.
     """
@@ -76,7 +76,7 @@ class RunReport:
                 self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
 
     def start_clock(self) -> None:
-        """Count ``time_s`` from now on. Call this when every process is ready: the start-up is not training time."""
+        """Start to count ``time_s``. Call this when every process is ready: the startup is not training time."""
         self._started_s = time.perf_counter()
 
     def add(
@@ -88,7 +88,7 @@ class RunReport:
         untrained: UntrainedPrompts | None = None,
         samples: Sequence[Sample] = (),
     ) -> Metrics:
-        """Record a training step; return the line in ``metrics.jsonl``."""
+        """Record a training step; return its line in ``metrics.jsonl``."""
         self._step = step
         elapsed_s = self._earlier_s + time.perf_counter() - self._started_s
         line: Metrics = {"step": step, "time_s": round(elapsed_s, 3), **{k: _round(v) for k, v in metrics.items()}}
@@ -103,16 +103,16 @@ class RunReport:
         return line
 
     def amend(self, metrics: Mapping[str, float]) -> Metrics:
-        """Add ``metrics`` to the line of the newest step, for example those of an evaluation; return the line.
+        """Add ``metrics`` to the line of the newest step, for example those of an evaluation. Return the line.
 
-        Creates the line if it is missing: a resume may have found an incomplete file.
+        Creates the line if it is missing, because a resumed run may have found an incomplete file.
         """
         if not self.history or self.history[-1]["step"] != self._step:
             self.history.append({"step": self._step, "time_s": self._earlier_s})
         line = self.history[-1]
         line.update({name: _round(value) for name, value in metrics.items()})
         with _writing(self._directory / METRICS):
-            self._metrics.sync()  # raises if the file is gone: it must not be created again
+            self._metrics.sync()  # raises if the file was deleted: it must not be created again
         self._replace(METRICS, self.history)
         self._metrics.close()
         self._metrics = self._open(METRICS)
@@ -127,7 +127,7 @@ class RunReport:
                 self._fs.sync_directory(self._directory)
 
     def close(self, status: RunStatus = "finished") -> None:
-        """Finish the trackers with ``status``, write the reward curve and close the files."""
+        """Finish the trackers with ``status``, draw the reward curve, and close the files."""
         for tracker in self._trackers:
             tracker.finish(status)
         self._metrics.close()
@@ -170,11 +170,11 @@ class RunReport:
 
     @contextmanager
     def _optional(self, output: str) -> Iterator[None]:
-        """Log an error instead of raising it: the run continues without ``output``."""
+        """Log an error in the block instead of raising it: the run continues without ``output``."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - a plotting library may raise anything; it is logged
-            self._log(f"{output} can no longer be written ({_reason(exc)}); the run continues without")
+            self._log(f"{output} can no longer be written ({_reason(exc)}); the run continues without it")
 
     def _open(self, name: str) -> AppendedFile:
         with _writing(self._directory / name):
@@ -189,16 +189,16 @@ class RunReport:
             self._fs.replace_file(self._directory / name, encode_records(lines))
 
     def _drop_after(self, name: str, *, last_step: int) -> list[Any]:
-        """Drop the lines after ``last_step``; return the other lines, and log those that are missing or damaged."""
+        """Remove the lines after ``last_step``. Return the other lines; log which are missing or damaged."""
         path = self._directory / name
         kept, damaged = _read(path, last_step=last_step)
         missing = sorted(set(range(1, last_step + 1)) - {line["step"] for line in kept})
         if missing or damaged:
-            damage = [f"it lacks {join_ranges('step', missing)} of {last_step}"] if missing else []
-            damage += [f"garbled or out of order: {join_ranges('line', damaged)}"] if damaged else []
+            damage = [f"{join_ranges('step', missing)} of {last_step} missing"] if missing else []
+            damage += [f"{join_ranges('line', damaged)} damaged or out of order"] if damaged else []
             self._log(
                 f"{path} is incomplete: {'; '.join(damage)}. "
-                "The run continues: weights and prompts come from the checkpoint"
+                "The run continues, because weights and prompts come from the checkpoint"
             )
         if path.exists():
             self._replace(name, kept)
@@ -206,7 +206,7 @@ class RunReport:
 
 
 def read_metrics(directory: Path) -> list[Metrics]:
-    """Return the lines of ``metrics.jsonl``, sorted by step; skip damaged lines."""
+    """Return the lines of ``metrics.jsonl``, sorted by step. Damaged lines are skipped."""
     return _read(directory / METRICS)[0]
 
 

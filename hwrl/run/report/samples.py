@@ -1,4 +1,4 @@
-"""A few trajectories of each training step as text, in ``samples.jsonl``: one line per trajectory."""
+"""Write a few trajectories of each training step as text to ``samples.jsonl``, one line per trajectory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples.jsonl"
 MAX_CHARS = 16_384
-"""A longer text keeps its beginning and its end."""
+"""The maximum length of a text. A longer one is cut in the middle."""
 
 Sample = dict[str, Any]
-"""One line of the file; docs/report.md has its keys."""
+"""One line of the file. docs/report.md describes its keys."""
 
 
 def pick_samples(
     groups: Sequence[PromptGroup], *, step: int, version: int, count: int, decode: Callable[[Ints], str]
 ) -> list[Sample]:
-    """Return ``count`` trajectories of a step's ``groups`` as text, chosen at random; each step has its own seed.
+    """Return ``count`` trajectories of a step's ``groups`` as text, chosen at random with the step as seed.
 
-    They are of different prompts, unless there are fewer prompts than that. ``version`` is the trainer's before the
-    step, and ages count back from it. ``decode`` turns token ids into text.
+    They come from different prompts, unless there are fewer than ``count`` prompts. ``version`` is the trainer's
+    version before the step; ages are relative to it. ``decode`` turns token ids into text.
     """
     chosen = islice(_places([group.size for group in groups], random.Random(step)), count)
     return [_sample(groups[index], row, step=step, version=version, decode=decode) for index, row in chosen]
 
 
 def _places(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, int]]:
-    """Yield all rows as group and row, in random order: first one of each group, then a second one, and so on."""
+    """Yield all rows as (group, row), in random order: first one row of each group, then a second one, and so on."""
     order = chance.sample(range(len(sizes)), len(sizes))
     rows: dict[int, list[int]] = {}
     for turn in range(max(sizes, default=0)):
@@ -45,7 +45,7 @@ def _places(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, 
 
 
 def read_samples(path: Path) -> Iterator[tuple[int, Sample | None]]:
-    """Yield the bytes up to the end of each line, and its sample; None for a damaged line. No file has no lines."""
+    """Yield, for each line, the file position after it, and its sample (None if damaged). No file has no lines."""
     if not path.exists():
         return
     end = 0
@@ -56,7 +56,7 @@ def read_samples(path: Path) -> Iterator[tuple[int, Sample | None]]:
 
 
 def drop_samples_after(path: Path, *, last_step: int) -> None:
-    """Cut the file behind its last sample up to ``last_step``; the half line of a killed run goes, too."""
+    """Truncate the file after the samples of ``last_step``. This also removes an incomplete last line."""
     kept = 0
     for end, sample in read_samples(path):
         if sample is not None and sample["step"] > last_step:
@@ -97,7 +97,7 @@ def _sample(group: PromptGroup, row: int, *, step: int, version: int, decode: Ca
 
 
 def _segments(group: PromptGroup, span: slice, decode: Callable[[Ints], str]) -> Iterator[Sample]:
-    """Yield the stretches of one author in the row, in order."""
+    """Yield the segments of a row in order. A segment has one author: the policy or the environment."""
     start = span.start
     for by_policy, tokens in groupby(group.loss_mask[span].tolist()):
         end = start + len(list(tokens))

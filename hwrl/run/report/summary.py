@@ -1,4 +1,4 @@
-"""The end of a run in a few lines, and the goals it had to reach."""
+"""Summarise a run in a few lines at its end, and check its goals."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY
 
 SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
-"""Metrics of a LoRA run: all weights sent since the last line."""
+"""Metrics of a LoRA run: the weights that were sent since the previous line."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run. ``missed_goals`` has a sentence for each goal that was not reached."""
+    """The outcome of a run. ``missed_goals`` has a sentence for each goal that was not reached."""
 
     finished: bool
     missed_goals: list[str]
@@ -29,7 +29,7 @@ class Summary:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run did all steps and reached all goals."""
+        """Whether the run finished all steps and reached all goals."""
         return self.finished and not self.missed_goals
 
 
@@ -47,17 +47,18 @@ def missed_goals(goals: dict[str, float], metrics: Metrics) -> list[str]:
     for name, goal in goals.items():
         reached = metrics.get(name)
         if reached is None or not reached >= goal:  # NaN reaches no goal
-            missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
+            missed.append(f"{name} is {'missing' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
     return missed
 
 
 def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence[str]) -> list[str]:
-    """Return a sentence for each goal without a metric in ``line``, a first step's, or in a later evaluation.
+    """Return a sentence for each goal whose metric does not exist.
 
-    ``eval_sets`` has the names of the data sets for evaluations. The only one has an empty name.
+    A metric exists if it is in ``line``, the line of the first step, or if an evaluation adds it later.
+    ``eval_sets`` has the names of the evaluation data sets; a single set has an empty name.
 
     >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, eval_sets=[""])
-    ["no metric is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?"]
+    ["the goal 'eval/exat' is not the name of a metric so far; did you mean eval/exact?"]
     """
     rewards = [name.partition("/")[2] for name in line if name.startswith("reward/")]
     own = {"reward", *rewards} - {"mean", "std"}
@@ -72,12 +73,12 @@ def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence
             continue
         close = difflib.get_close_matches(name, known, n=1)
         suggestion = f"; did you mean {close[0]}?" if close else ""
-        sentences.append(f"no metric is called {name!r} so far, and it is a goal{suggestion}")
+        sentences.append(f"the goal {name!r} is not the name of a metric so far{suggestion}")
     return sentences
 
 
 def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> Summary:
-    """Sum up a run from its lines of metrics."""
+    """Return the summary of a run from its lines of metrics."""
     last = history[-1] if history else {}
     missed = [] if interrupted else missed_goals(config.goals, last)
     step = int(last.get("step", 0))
@@ -92,10 +93,10 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
     lines += _speed(history)
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
-        lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
+        lines.append(f"  published: the base {sent:.0f} times, {base:,.0f} B; adapters, {adapter:,.0f} B")
     if history:
         lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
-        lines.append(f"  a page about the run: {invoked()} report {shlex.quote(str(config.dir))}")
+        lines.append(f"  to make a page about the run: {invoked()} report {shlex.quote(str(config.dir))}")
     if (config.dir / MODEL_DIRECTORY).is_dir() and not interrupted:
         lines.append(f"  model {config.dir / MODEL_DIRECTORY}")
     if config.goals and not interrupted and not missed:
@@ -106,13 +107,13 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
     if missed:
         lines.append(f"train longer with: {again} train.steps={2 * config.train.steps}")
     if interrupted:
-        advice = "continue" if history else "nothing was trained or saved; start again"
+        advice = "continue" if history else "no step was trained; start again"
         lines.append(f"{advice} with: {again}")
     return Summary(not interrupted, missed, "\n".join(lines))
 
 
 def _speed(history: list[Metrics]) -> list[str]:
-    """Return lines about the speed of both sides and the bottleneck."""
+    """Return lines about the speed of the trainer and the rollout, and about the bottleneck."""
     lines = []
     for name in (
         "perf/train_tokens_per_s_per_device",
@@ -126,7 +127,7 @@ def _speed(history: list[Metrics]) -> list[str]:
             lines.append(f"  {name} {f'{value:,.0f}' if value >= 100 else f'{value:.3g}'}, median of all steps")
     shares = busy_shares(history)
     if shares is not None:
-        lines.append(f"  bottleneck: {shares}; wall time {shares.wall_ratio:.2f} × the busier side's")
+        lines.append(f"  bottleneck: {shares}; wall time is {shares.wall_ratio:.2f} × the busy time of the busier side")
     waits = describe_waits(history)
     if waits is not None:
         lines.append(f"  balance: {waits}{_lead(history)}")
@@ -134,7 +135,7 @@ def _speed(history: list[Metrics]) -> list[str]:
 
 
 def _lead(history: list[Metrics]) -> str:
-    """Return the mean lead of a run with ``async_training.adaptive``; nothing of another run."""
+    """Return the mean lead of a run with ``async_training.adaptive``; an empty text for other runs."""
     leads = [line["throttle/lead_versions"] for line in history if "throttle/lead_versions" in line]
     if not leads:
         return ""

@@ -1,4 +1,4 @@
-"""The traces of a step's prompts: the replicas' spans, then the wait in the ledger and the training step."""
+"""Complete the traces of a step's prompts: add the wait in the ledger and the training step to the replicas' spans."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hwrl.interfaces import PromptTrace, Span
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A training step: its number, the weight version before it, and its begin and end in seconds since 1970.
+    """A training step: its number, the weight version before it, and its start and end in seconds since 1970.
 
-    ``published`` is the version that the step has sent; None if it sent none. The transfer took ``sync_s`` seconds, and
-    the critic's training after that ``critic_s``.
+    ``published`` is the version that the step sent; None if it sent no version. The transfer took ``sync_s`` seconds,
+    and the critic's training after it took ``critic_s``.
     """
 
     step: int
@@ -26,10 +26,10 @@ class StepTimes:
 
 
 def finish_traces(spans: Mapping[int, Sequence[Span]], times: StepTimes) -> Iterator[PromptTrace]:
-    """Yield the trace of each traced prompt of a step; ``spans`` has the replicas' spans by sequence number.
+    """Yield the trace of each traced prompt of a step. ``spans`` has the replicas' spans by sequence number.
 
-    ``batch`` is the time between the end of the rollout and the begin of the step. If clocks of machines differ by
-    more than that, it has no length.
+    The span ``batch`` lasts from the end of the rollout to the start of the step. If the machines' clocks differ by
+    more than this time, its length is 0.
     """
     step = {"step": times.step, "version": times.version}
     for number, before in spans.items():

@@ -1,4 +1,4 @@
-"""Trackers of plugins and users: a thread for each, so that a slow or broken one neither delays nor ends the run."""
+"""Trackers from plugins and users. Each has a thread, so that a slow or broken tracker does not affect the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from hwrl.run.config import TENSORBOARD, Config
 from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
-"""The file in a run directory with the id of the run."""
+"""The file in the run directory with the id of the run."""
 FINISH_S = 60.0
-"""How long the end of a run waits for a tracker."""
+"""How long a run waits for each tracker at its end."""
 _MAX_WAITING = 10_000
-"""Calls that may wait for a tracker. One that is further behind will not catch up."""
+"""The maximum number of waiting calls. A tracker that is further behind would not catch up."""
 
 _Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Calls a tracker from a thread. The first error goes to ``log``, in the caller's thread, and ends the tracking."""
+    """Calls a tracker from a thread of its own. After its first error, which is logged, it gets no more calls.
+
+    ``log`` is called in the thread of the caller, not in the tracker's.
+    """
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, *, log: Callable[[str], None]) -> None:
         self._name, self._tracker, self._log_line = name, tracker, log
@@ -39,22 +42,22 @@ class TrackerThread:
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Send metrics. Does not block."""
+        """Send metrics to the tracker. Does not block."""
         self._submit(lambda each: each.log(metrics, step=step))
 
     def trace(self, traces: Sequence[PromptTrace]) -> None:
-        """Send traces. Does not block."""
+        """Send traces to the tracker. Does not block."""
         self._submit(lambda each: each.trace(traces))
 
     def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
-        """Wait until the tracker has everything, at most ``timeout_s``. A second call does nothing."""
+        """Finish the tracker and wait for it, up to ``timeout_s``. A second call does nothing."""
         if self._over:
             return
         self._submit(lambda each: each.finish(status))
         self._submit(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._error is None:
-            self._error = f"it has not finished within {timeout_s:g} s"
+            self._error = f"it did not finish within {timeout_s:g} s"
         self._report_error()
         self._over = True
 
@@ -63,13 +66,13 @@ class TrackerThread:
             try:
                 self._calls.put_nowait(call)
             except Full:
-                self._error = f"{_MAX_WAITING:,} calls of it wait"
+                self._error = f"{_MAX_WAITING:,} of its calls are waiting"
         self._report_error()
 
     def _report_error(self) -> None:
         if self._error is not None and not self._over:
             self._over = True
-            self._log_line(f"the tracker {self._name} gets no more metrics ({self._error}); the run continues without")
+            self._log_line(f"the tracker {self._name} failed ({self._error}); the run continues without it")
 
     def _work(self) -> None:
         try:
@@ -80,7 +83,7 @@ class TrackerThread:
 
 
 def make_tracker(config: Config, name: str) -> Tracker:
-    """Return the tracker ``name``, not started: a plugin's, or that of a user's ``file.py:function``.
+    """Return the tracker ``name`` without starting it. It comes from a plugin or from a user's ``file.py:function``.
 
     Raises ConfigError, DataError or EngineError.
     """
@@ -94,13 +97,13 @@ def make_tracker(config: Config, name: str) -> Tracker:
         raise EngineError(
             f"report.trackers={name} cannot be used",
             why=f"it returned {tracker!r}, not a hwrl.interfaces.Tracker",
-            fix="fix or upgrade the tracker",
+            fix="correct or upgrade the tracker",
         )
     return tracker
 
 
 def start_trackers(config: Config, *, resume_step: int, log: Callable[[str], None]) -> list[TrackerThread]:
-    """Start the run's trackers but TensorBoard. Errors go to ``log``."""
+    """Start all trackers of the run except TensorBoard. Errors are logged."""
     started = []
     for name in config.report.trackers:
         if name == TENSORBOARD:
@@ -109,12 +112,12 @@ def start_trackers(config: Config, *, resume_step: int, log: Callable[[str], Non
             run = tracked_run(config, resume_step=resume_step)
             started.append(TrackerThread(name, make_tracker(config, name), run, log=log))
         except (OSError, HwrlError) as exc:
-            log(f"the tracker {name} cannot start ({exc}); the run continues without")
+            log(f"the tracker {name} cannot start ({exc}); the run continues without it")
     return started
 
 
 def tracked_run(config: Config, *, resume_step: int) -> TrackedRun:
-    """Return the run as trackers see it. Its id is in the run directory; the first call writes it. Raises OSError."""
+    """Return the run as trackers see it. The first call writes the run's id to the run directory. Raises OSError."""
     path: Path = config.dir / RUN_ID
     run_id = path.read_text(encoding="ascii").strip() if path.exists() else ""
     if not run_id:

@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: a live table on a terminal, plain lines elsewhere."""
+"""Show the progress of a run on the screen: as a live table on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlainView:
         self._last_s = -interval_s
 
     def show(self, line: Metrics) -> None:
-        """Print the metrics ``line`` of a step: the last one, one with an evaluation, or any after ``interval_s``."""
+        """Print ``line`` if it is of the last step, has an evaluation, or comes ``interval_s`` after the last print."""
         now_s = time.perf_counter()
         if now_s - self._last_s < self._interval_s and not _is_evaluated(line) and line["step"] != self._total:
             return
@@ -28,14 +28,14 @@ class PlainView:
         self.log(" | ".join(f"{name} {value}" for name, value in _shown(line, self._total)))
 
     def log(self, text: str) -> None:
-        """Print one line. If the reader of the stream is gone, discard the output: the run continues."""
+        """Print one line. If nobody reads the stream any longer, discard the output and continue."""
         try:
             print(text, file=self._stream, flush=True)
         except OSError:
             _discard(self._stream)
 
     def close(self) -> None:
-        """Do nothing: this view holds no resource."""
+        """Do nothing: this view has no resources."""
 
 
 class LiveView:
@@ -51,7 +51,7 @@ class LiveView:
         self._live.start()
 
     def show(self, line: Metrics) -> None:
-        """Redraw the table with the metrics ``line`` of a step."""
+        """Redraw the table with the metrics of a step."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -59,7 +59,7 @@ class LiveView:
 
         table = Table(box=None, show_header=False)
         for name, value in _shown(line, self._total):
-            table.add_row(Text(name, style="bold"), Text(value))  # a logged line turns markup off for the table, too
+            table.add_row(Text(name, style="bold"), Text(value))  # no markup: logging a line disables it for the table
         self._live.update(Group(table, ProgressBar(total=self._total, completed=line["step"], width=60)))
 
     def log(self, text: str) -> None:
@@ -68,13 +68,13 @@ class LiveView:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Stop redrawing. The last table stays on the screen."""
         with suppress(OSError):
             self._live.stop()
 
 
 def _discard(stream: TextIO) -> None:
-    """Send the buffered and all later output of ``stream`` to /dev/null."""
+    """Redirect the buffered and all later output of ``stream`` to /dev/null."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

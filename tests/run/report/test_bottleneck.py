@@ -33,7 +33,7 @@ def line(*, wall_s: float, train_s: float, generate_s: float, replicas: int = 2)
     [
         (4.0, 19.0, 1.0, "rollout, busy 95% of the time; trainer 40%"),
         (9.0, 10.0, 0.0, "trainer, busy 90% of the time; rollout 50%"),
-        (9.0, 18.5, 0.5, "none, trainer and rollout are busy alike (90% and 92% of the time)"),
+        (9.0, 18.5, 0.5, "none, trainer and rollout are equally busy (90% and 92% of the time)"),
     ],
 )
 def test_the_busier_side_is_the_bottleneck(train_s: float, generate_s: float, code: float, sentence: str) -> None:
@@ -90,7 +90,7 @@ def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: P
     speed = {"perf/train_tokens_per_s_per_device": 45415.0, "perf/mfu": 0.49, "perf/tokens_per_s_per_device": 4000.0}
     history = [{**line(wall_s=10.0, train_s=4.0, generate_s=19.0), **speed}]
     text = summarise(load_config(path), history, interrupted=False).text
-    assert "bottleneck: rollout, busy 95% of the time; trainer 40%; wall time 1.05 × the busier side's" in text
+    assert "bottleneck: rollout, busy 95% of the time; trainer 40%; wall time is 1.05 × the busy time of the busier side" in text
     assert "perf/train_tokens_per_s_per_device 45,415, median of all steps" in text
     assert "perf/mfu 0.49" in text
     assert "rollout_tokens_per_s" not in text

@@ -61,14 +61,14 @@ def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (lambda lines: [], "it lacks steps 1-5 of 5"),
-        (lambda lines: [lines[0], lines[2], lines[4]], "it lacks steps 2, 4 of 5"),
-        (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "it lacks step 3 of 5; garbled or out of order: line 3"),
+        (lambda lines: [], "steps 1-5 of 5 missing"),
+        (lambda lines: [lines[0], lines[2], lines[4]], "steps 2, 4 of 5 missing"),
+        (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "step 3 of 5 missing; line 3 damaged or out of order"),
         (
             lambda lines: [*lines[:2], '{"step": 3}', *lines[3:4]],
-            "it lacks steps 3, 5 of 5; garbled or out of order: line 3",
+            "steps 3, 5 of 5 missing; line 3 damaged or out of order",
         ),
-        (lambda lines: [lines[1], lines[0], "[" * 99999, *lines[2:]], "garbled or out of order: lines 2-3"),
+        (lambda lines: [lines[1], lines[0], "[" * 99999, *lines[2:]], "lines 2-3 damaged or out of order"),
     ],
 )
 def test_a_resume_tells_which_steps_are_not_in_the_account(
@@ -81,7 +81,7 @@ def test_a_resume_tells_which_steps_are_not_in_the_account(
     with closing(RunReport(tmp_path, log=logged.append, resume_step=5)) as report:
         report.add(6, METRICS_OF_A_STEP, prompts=[])
     assert logged == [
-        f"{tmp_path / name} is incomplete: {told}. The run continues: weights and prompts come from the checkpoint"
+        f"{tmp_path / name} is incomplete: {told}. The run continues, because weights and prompts come from the checkpoint"
         for name in (METRICS, PROMPTS)
     ]
     steps = [line["step"] for line in report.history]
@@ -111,7 +111,7 @@ def test_an_account_that_is_gone_is_told_of_too(tmp_path: Path) -> None:
     logged: list[str] = []
     RunReport(tmp_path, log=logged.append, resume_step=2).close()
     assert [text.partition(" of 2")[0] for text in logged] == [
-        f"{tmp_path / name} is incomplete: it lacks steps 1-2" for name in (METRICS, PROMPTS)
+        f"{tmp_path / name} is incomplete: steps 1-2" for name in (METRICS, PROMPTS)
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_limit_on_file_sizes_is_an_error_of_the_account_and_the_curve_does_not
     step, (told, *notes), logged = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
     assert told.startswith(f"{tmp_path / METRICS} cannot be written\n  why: File too large\n") and notes == []
     assert logged == [
-        f"the reward curve {tmp_path / CURVE} can no longer be written (File too large); the run continues without"
+        f"the reward curve {tmp_path / CURVE} can no longer be written (File too large); the run continues without it"
     ]
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
     with closing(RunReport(tmp_path, log=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage

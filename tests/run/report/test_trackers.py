@@ -74,7 +74,7 @@ def test_an_error_is_logged_once_and_ends_the_tracking_only(fails: str, error: t
         thread.log({}, step=step)
     thread.finish("finished")
     (told,) = logged
-    assert f"the tracker mine gets no more metrics ({error.__name__}: no network)" in told
+    assert f"the tracker mine failed ({error.__name__}: no network)" in told
     assert sum(call[0] == fails for call in tracker.calls if isinstance(call, tuple)) == 1
 
 
@@ -91,13 +91,13 @@ def test_a_tracker_that_hangs_delays_the_end_only_up_to_a_limit() -> None:
     thread.finish("finished", timeout_s=0.2)
     release.set()
     (told,) = logged
-    assert "10,000 calls of it wait" in told
+    assert "10,000 of its calls are waiting" in told
     slow = TrackerThread("slow", Hanging(), RUN, log=logged.append)
     release.clear()
     slow.log({}, step=1)
     slow.finish("finished", timeout_s=0.2)
     release.set()
-    assert "the tracker slow gets no more metrics (it has not finished within 0.2 s)" in logged[-1]
+    assert "the tracker slow failed (it did not finish within 0.2 s)" in logged[-1]
 
 
 def test_the_report_sends_metrics_and_amendments_and_the_status(tmp_path: Path) -> None:
