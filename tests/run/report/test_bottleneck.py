@@ -90,7 +90,10 @@ def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: P
     speed = {"perf/train_tokens_per_s_per_device": 45415.0, "perf/mfu": 0.49, "perf/tokens_per_s_per_device": 4000.0}
     history = [{**line(wall_s=10.0, train_s=4.0, generate_s=19.0), **speed}]
     text = summarise(load_config(path), history, interrupted=False).text
-    assert "bottleneck: rollout, busy 95% of the time; trainer 40%; wall time is 1.05 × the busy time of the busier side" in text
+    assert (
+        "bottleneck: rollout, busy 95% of the time; trainer 40%; wall time is 1.05 × the busy time of the busier side"
+        in text
+    )
     assert "perf/train_tokens_per_s_per_device 45,415, median of all steps" in text
     assert "perf/mfu 0.49" in text
     assert "rollout_tokens_per_s" not in text

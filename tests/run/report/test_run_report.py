@@ -81,7 +81,8 @@ def test_a_resume_tells_which_steps_are_not_in_the_account(
     with closing(RunReport(tmp_path, log=logged.append, resume_step=5)) as report:
         report.add(6, METRICS_OF_A_STEP, prompts=[])
     assert logged == [
-        f"{tmp_path / name} is incomplete: {told}. The run continues, because weights and prompts come from the checkpoint"
+        f"{tmp_path / name} is incomplete: {told}. The run continues, because weights and prompts come from the "
+        "checkpoint"
         for name in (METRICS, PROMPTS)
     ]
     steps = [line["step"] for line in report.history]

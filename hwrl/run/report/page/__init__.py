@@ -1,4 +1,4 @@
-"""The page of ``hwrl report``: one HTML file about a run, from the files in its run directory."""
+"""The page of ``hwrl report``: one HTML file about a run, made from the files in the run directory."""
 
 from hwrl.run.report.page.build import build_page
 

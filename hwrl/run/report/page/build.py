@@ -1,4 +1,4 @@
-"""Put the page together: numbers and text as HTML, curves as data for the page's own script."""
+"""Assemble the page: numbers and text become HTML, and curves become data for the script in the page."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _Drawn = dict[str, tuple[Chart, list[str]]]
 
 
 def build_page(directory: Path) -> bytes:
-    """Return the page about the run in ``directory``, which may still run: UTF-8, without any reference to elsewhere.
+    """Return the page about the run in ``directory`` as UTF-8. The run may still be running.
 
-    Raises RunDirectoryError if no run wrote there, or if a file cannot be read.
+    The page is self-contained: it loads nothing from elsewhere. Raises RunDirectoryError if the directory holds no run,
+    or if a file cannot be read.
     """
     try:
         return _page(directory).encode()
@@ -41,13 +42,13 @@ def build_page(directory: Path) -> bytes:
         raise RunDirectoryError(
             f"{directory} holds no run",
             why=f"there is no {Path(exc.filename or directory).name}",
-            fix=f"it is in {directory / 'run'}: give that directory"
+            fix=f"there is a run in {directory / 'run'}: name that directory"
             if (directory / "run" / METRICS).is_file()
-            else "give the directory dir=… of a run of hwrl train",
+            else "name a run directory: dir=… of a run of hwrl train",
         ) from exc
     except OSError as exc:
         raise RunDirectoryError(
-            f"{directory} cannot be read", why=str(exc), fix="correct the cause, and call hwrl report again"
+            f"{directory} cannot be read", why=str(exc), fix="fix the cause, and call hwrl report again"
         ) from exc
 
 
@@ -55,7 +56,7 @@ def _page(directory: Path) -> str:
     columns = read_columns(directory / METRICS)
     events = list(read_events(directory / EVENTS))
     names = [name for name in columns.values if name not in LEFT_OUT]
-    faults = assign(FAULT_CHARTS, names)  # first, so that the ledger's counts are not taken by another chart
+    faults = assign(FAULT_CHARTS, names)  # first, because other charts would also match the ledger's counts
     sections = {title: assign(charts, names) for title, charts in SECTIONS.items()}
     others = assign([Chart(name, re.escape(name)) for name in sorted(names)], names)
     bars = timeline(columns)
@@ -74,7 +75,7 @@ def _page(directory: Path) -> str:
 
 
 def _document(directory: Path, body: str, data: str) -> str:
-    """Return the whole page. Its policy lets no script run but its own, and nothing load from anywhere."""
+    """Return the HTML document. Its security policy allows only its own script, and no loading from elsewhere."""
     script, style = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.js", "page.css"))
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; script-src '{_sha256(script)}'; "
@@ -107,7 +108,7 @@ def _bar() -> str:
         '</select></label><button id="reset" type="button" disabled>whole run</button>'
     )
     return element("nav", f"<span>{links}</span><span>{controls}</span>") + (
-        "<noscript><p>The curves need JavaScript; all text on this page is there without.</p></noscript>"
+        "<noscript><p>The curves need JavaScript; the text on this page does not.</p></noscript>"
     )
 
 
@@ -124,7 +125,7 @@ def _section(title: str, content: str) -> str:
 
 def _header(directory: Path, columns: MetricColumns, events: list[Event]) -> str:
     state, text = run_state(directory, columns, events)
-    made = f"hwrl {escaped(__version__)} wrote this page on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC"
+    made = f"page written by hwrl {escaped(__version__)} on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC"
     tiles = "".join(
         element("div", element("dt", name) + element("dd", value) + element("small", escaped(note)))
         for name, value, note in _tiles(columns, events)
@@ -146,7 +147,7 @@ def _rollout_busy() -> list[str]:
 
 
 def run_state(directory: Path, columns: MetricColumns, events: list[Event]) -> tuple[str, str]:
-    """Return how the run is doing, in a word and in a sentence."""
+    """Return the state of the run, as one word and as a sentence."""
     step = columns.last("step")
     at = "before its first step" if step is None else f"after step {step:.0f}"
     if (owner := find_owner(directory)) is not None:
@@ -158,16 +159,16 @@ def run_state(directory: Path, columns: MetricColumns, events: list[Event]) -> t
     if last.get("kind") == "error":
         return "failed", f"{at}: {first_line}"
     if not events:
-        return "unknown", f"{at}; the run kept no log"
-    return "killed", f"{at}, without a last word in its log: the process or its machine died"
+        return "unknown", f"{at}; the run has no log"
+    return "killed", f"{at}: its log has no last event, so the process was killed or its machine died"
 
 
 def _tiles(columns: MetricColumns, events: list[Event]) -> list[tuple[str, str, str]]:
-    """Return name, value and note of the numbers at the top."""
+    """Return the name, the value and a note for each number at the top of the page."""
     tiles = [
         ("steps", number(columns.last("step") or 0), ""),
-        ("time", seconds(columns.last("time_s") or 0.0), "of training"),
-        ("tokens", number(columns.last("response/tokens_total") or 0), "of responses, trained"),
+        ("time", seconds(columns.last("time_s") or 0.0), "spent in training"),
+        ("tokens", number(columns.last("response/tokens_total") or 0), "of trained responses"),
     ]
     for name, title in (("reward/mean", "reward"), ("eval/reward", "eval reward"), ("eval/exact", "eval exact")):
         if name in columns.values:
@@ -179,7 +180,7 @@ def _tiles(columns: MetricColumns, events: list[Event]) -> list[tuple[str, str, 
     if "staleness/mean" in columns.values:
         most = number(float(columns.values["staleness/max"].max())) if "staleness/max" in columns.values else "–"
         mean = number(float(columns.values["staleness/mean"].mean()))
-        tiles.append(("staleness", mean, f"mean, at most {most} versions"))
+        tiles.append(("staleness", mean, f"versions on average, at most {most}"))
     faults = count_faults(columns, events)
     restarts = faults["trainer restarts"] + faults["replicas replaced"]
     tiles.append(("restarts", number(restarts), "of trainers and replicas"))
@@ -217,21 +218,21 @@ def _timeline_figures(columns: MetricColumns, bars: dict[str, object] | None) ->
         return ""
     idle = {side: columns.values.get(f"{side}/idle_ratio") for side in ("trainer", "rollout")}
     means = {side: f"{float(values.mean()):.0%}" for side, values in idle.items() if values is not None}
-    told = (
-        f"The trainer waited for responses in {means.get('trainer', '–')} of its time; replicas were idle in "
-        f"{means.get('rollout', '–')}, at the staleness bound or between prompts. Seconds of a step; with many steps, "
-        "means of neighbours."
+    text = (
+        f"The trainer waited for responses for {means.get('trainer', '–')} of its time. Replicas were idle for "
+        f"{means.get('rollout', '–')} of their time, at the staleness bound or between prompts. Each bar shows the "
+        "seconds of a step; with many steps, it shows the mean of neighbouring steps."
     )
     captions = {
         "bars-trainer": _caption("Trainer", "waiting for a batch, training, sending weights, saving"),
-        "bars-replica": _caption("Replica, on average", "idle, generating, taking weights, falling asleep and waking"),
+        "bars-replica": _caption("Average replica", "idle, generating, taking weights, going to sleep and waking up"),
     }
-    figures = "".join(element("figure", text, data_chart=key, class_="wide") for key, text in captions.items())
-    return element("p", told) + element("div", figures, class_="charts")
+    figures = "".join(element("figure", caption, data_chart=key, class_="wide") for key, caption in captions.items())
+    return element("p", text) + element("div", figures, class_="charts")
 
 
 def _data(columns: MetricColumns, drawn: _Drawn) -> dict[str, Any]:
-    """Return the points of all charts. Curves with equal steps share them."""
+    """Return the points of all charts. Curves over the same steps share one list of steps."""
     shared: dict[tuple[int, ...], int] = {}
     series: dict[str, dict[str, Any]] = {}
     for name in ("time_s", *dict.fromkeys(name for _, names in drawn.values() for name in names)):
@@ -247,6 +248,6 @@ def _data(columns: MetricColumns, drawn: _Drawn) -> dict[str, Any]:
 
 
 def _marks(events: list[Event]) -> list[list[object]]:
-    """Return the events that charts mark: steps and kinds. The first start is none."""
+    """Return the events to mark in the charts, as steps and kinds. The first start is not marked."""
     marked = [event for event in events if event.get("kind") in _MARKED][1:]
     return [[event["step"], event["kind"]] for event in marked[-MAX_MARKED_EVENTS:]]

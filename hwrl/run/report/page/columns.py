@@ -1,4 +1,4 @@
-"""The metrics of a run, column by column, and few enough points of them for a page."""
+"""Read the metrics of a run column by column, and reduce them to few enough points for a page."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import numpy.typing as npt
 Reals = npt.NDArray[np.float64]
 
 BUCKETS = 400
-"""Most points of a curve. With more steps than that, a point is a bucket of them: their mean, least and largest."""
+"""The maximum number of points in a curve. With more steps, a point stands for a bucket of steps: mean, min and max."""
 
 
 @dataclass
 class MetricColumns:
-    """Each metric's values by name (float64), with the steps that have it (int64). Steps rise."""
+    """The values of each metric by name (float64), and the steps that have it (int64), in ascending order."""
 
     steps: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     values: dict[str, Reals] = field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
-        """Return the newest value; None if no step has the metric."""
+        """Return the newest value of the metric; None if no step has it."""
         return float(self.values[name][-1]) if name in self.values else None
 
     def added(self, name: str) -> float:
-        """Return the growth of a running count over the run. A resumed run may count from 0 again."""
+        """Return the total growth of a running count over the run. It may start again at 0 when the run resumes."""
         values = self.values.get(name, np.zeros(0))
         grown = np.diff(values, prepend=0.0)
         return float(np.where(grown < 0, values, grown).sum())
 
     def total(self, name: str) -> float:
-        """Return the sum over all steps; 0.0 without the metric."""
+        """Return the sum of the metric over all steps; 0.0 if no step has it."""
         return float(self.values[name].sum()) if name in self.values else 0.0
 
     def rows(self, names: list[str]) -> Iterator[dict[str, float]]:
-        """Yield each step's metrics of ``names``."""
+        """Yield, for each step, those of the metrics ``names`` that it has."""
         found: dict[int, dict[str, float]] = {}
         for name in names:
             for step, value in zip(self.steps.get(name, ()), self.values.get(name, ()), strict=True):
@@ -50,7 +50,7 @@ class MetricColumns:
 
 
 def read_columns(path: Path) -> MetricColumns:
-    """Read ``metrics.jsonl`` line by line. Skips damaged lines, and those that repeat or reverse the order of steps."""
+    """Read ``metrics.jsonl`` line by line. Skips damaged lines, and lines whose step is not above the previous one."""
     places: dict[str, array[int]] = {}
     values: dict[str, array[float]] = {}
     last = -math.inf
@@ -83,7 +83,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to draw: steps, values, and of buckets also the least and largest value. None is not finite: a gap."""
+    """Points to draw: steps and values, and for buckets also the minimum and maximum. None marks a gap: not finite."""
 
     steps: list[int]
     values: list[float | None]
@@ -92,7 +92,7 @@ class Curve:
 
 
 def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
-    """Return all points if they are few; else those of equal ranges of steps, with least and largest."""
+    """Return all points if there are few; otherwise one per bucket of steps, with its minimum and maximum."""
     if len(steps) <= BUCKETS:
         return Curve(steps.tolist(), _rounded(values))
     starts = np.linspace(0, len(steps), BUCKETS, endpoint=False).astype(np.int64)
@@ -108,7 +108,7 @@ def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
 
 
 def bucket_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | None]:
-    """Return the mean of ``values`` in each bucket; ``starts`` are the indices at which buckets begin."""
+    """Return the mean of ``values`` in each bucket. ``starts`` has the index of the first value of each bucket."""
     sizes = np.diff(np.append(starts, len(values)))
     return _rounded(np.add.reduceat(np.nan_to_num(values), starts) / sizes)
 

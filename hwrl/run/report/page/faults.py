@@ -1,4 +1,4 @@
-"""What went wrong in a run, as HTML: counts, and the run's log."""
+"""Show what went wrong in a run, as HTML: counts of faults, and the run's log."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hwrl.run.report.page.markup import element, escaped, number
 MAX_EVENTS = 1000
 MAX_FAILED = 200
 _KEPT_KINDS = ("start", "replica", "trainer", "scale", "error", "end")
-"""Events that a page shows even if there are too many."""
+"""The kinds of events that the page keeps if there are too many events."""
 
 
 def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) -> str:
-    """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log.
+    """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log, as HTML.
 
     ``prompts`` is the path of ``trained_prompts.jsonl``.
     """
@@ -32,7 +32,7 @@ def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) ->
 
 
 def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float]:
-    """Return how often each fault happened over the whole run, resumes included."""
+    """Return how many times each fault happened in the whole run, including the time before a resume."""
     kinds = Counter(str(event.get("kind")) for event in events)
     faults: dict[str, float] = {
         "trainer restarts": kinds["trainer"],
@@ -50,9 +50,9 @@ def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float
 
 
 _WORDS = {
-    "failures": "failed attempts of prompts",
-    "expired": "prompts taken back from a late replica",
-    "rejected": "groups of wrong weights, rejected",
+    "failures": "failed attempts at prompts",
+    "expired": "prompts taken back from stuck replicas",
+    "rejected": "groups rejected because of their weights",
     "filtered": "prompts filtered",
     "failed": "prompts given up",
 }
@@ -69,12 +69,12 @@ def _not_finite(columns: MetricColumns) -> str:
     for name, values in sorted(columns.values.items()):
         wrong = columns.steps[name][~np.isfinite(values)]
         if len(wrong):
-            found.append(f"<code>{escaped(name)}</code> in {len(wrong):,} steps, the first is {wrong[0]}")
+            found.append(f"<code>{escaped(name)}</code> in {len(wrong):,} steps, first in step {wrong[0]}")
     return element("p", f"Not finite: {'; '.join(found)}.", class_="warn") if found else ""
 
 
 def _failed(path: Path) -> str:
-    """Return a table of the prompts that were given up, each with its reason."""
+    """Return a table of the prompts that were given up, with the reasons."""
     failed = [
         (record["step"], number, reason) for record in _settled(path) for number, reason in record["failed"].items()
     ]
@@ -107,7 +107,7 @@ def _cells(tag: str, *texts: object) -> str:
 
 def _log(events: list[Event]) -> str:
     if not events:
-        return element("p", "The run has no <code>events.jsonl</code>: restarts are not known.", class_="note")
+        return element("p", "The run has no <code>events.jsonl</code>, so restarts are not known.", class_="note")
     shown = events
     if len(events) > MAX_EVENTS:
         important = [event for event in events if event.get("kind") in _KEPT_KINDS]

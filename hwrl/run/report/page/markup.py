@@ -1,4 +1,4 @@
-"""HTML from untrusted text: a prompt, a response or an error may hold anything."""
+"""Make HTML from untrusted text: a prompt, a response or an error may contain anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def escaped(text: object) -> str:
-    """Return ``text`` for HTML, in an element or a quoted attribute. Control characters and half surrogates show as �.
+    """Escape ``text`` for an element or a quoted attribute. Control characters and lone surrogates become �.
 
     >>> escaped("<script>'a' & b\\ud800")
     '&lt;script&gt;&#x27;a&#x27; &amp; b�'
@@ -20,7 +20,7 @@ def escaped(text: object) -> str:
 
 
 def json_for_script(data: Any) -> str:
-    """Return ``data`` as JSON for the inside of a script element, which nothing in the data can end.
+    """Return ``data`` as JSON for the inside of a script element. Nothing in the data can end the element.
 
     >>> json_for_script(["</script>"])
     '["\\\\u003c/script>"]'
@@ -29,7 +29,7 @@ def json_for_script(data: Any) -> str:
 
 
 def element(tag: str, content: str, /, **attributes: object) -> str:
-    """Return an element with HTML ``content``. In a name of ``attributes``, ``_`` means ``-``, and nothing at the end.
+    """Return an HTML element. In attribute names, ``_`` becomes ``-``, and a trailing ``_`` is removed.
 
     >>> element("p", "hi", class_="note", data_step=3)
     '<p class="note" data-step="3">hi</p>'
@@ -39,7 +39,7 @@ def element(tag: str, content: str, /, **attributes: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number for people.
+    """Format a number for people.
 
     >>> number(1234567.0), number(0.123456), number(3.0), number(None)
     ('1,234,567', '0.1235', '3', '–')
@@ -50,7 +50,7 @@ def number(value: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration for people.
+    """Format a duration for people.
 
     >>> seconds(12.3), seconds(3725), seconds(200000)
     ('12 s', '1 h 02 min', '2 d 7 h')

@@ -1,4 +1,4 @@
-"""The samples of a run as HTML: an article each, with all text escaped."""
+"""Show the samples of a run as HTML: one article per sample, with all text escaped."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_SEGMENTS = 40
 
 
 def render_samples(path: Path) -> str:
-    """Return the section's content: a form that filters, and the samples, newest first."""
+    """Return the content of the section: a form to filter the samples, and the samples, newest first."""
     samples, total = choose_samples(path)
     if not samples:
-        return element("p", "No samples: the run wrote none (<code>report.samples_per_step</code>).", class_="note")
-    shown = f"{len(samples):,} of {total:,} samples" + (", evenly over the steps" if len(samples) < total else "")
+        return element("p", "The run has written no samples (<code>report.samples_per_step</code>).", class_="note")
+    shown = f"{len(samples):,} of {total:,} samples" + (", evenly spread" if len(samples) < total else "")
     count = element("p", f"{shown}. " + element("b", "", id="sample-matches"), class_="note")
     return _form(samples) + count + "".join(map(_article, samples))
 
 
 def choose_samples(path: Path, *, most: int = MAX_SAMPLES) -> tuple[list[Sample], int]:
-    """Return at most ``most`` samples, newest first, evenly over the file, and the number of all samples in it."""
+    """Return up to ``most`` samples, spread evenly over the file, newest first, and the total number of samples."""
     ends = [end for end, sample in read_samples(path) if sample is not None]
     count = min(most, len(ends))
     chosen = {ends[len(ends) - 1 - index * len(ends) // count] for index in range(count)}

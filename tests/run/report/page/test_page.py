@@ -89,7 +89,7 @@ def test_the_faults_are_counted(run: Path) -> None:
     write_lines(run / PROMPTS, [{"step": 4, "sequence_numbers": [1], "failed": {"77": "the <i>reward</i> raised"}}])
     text = build_page(run).decode()
     named = {"trainer restarts": "1", "replicas replaced": "1", "resumes": "1", "errors that ended the run": "0"}
-    named |= {"replicas excluded from a transfer": "1", "failed attempts of prompts": "3", "prompts filtered": "16"}
+    named |= {"replicas excluded from a transfer": "1", "failed attempts at prompts": "3", "prompts filtered": "16"}
     assert {name: count_in(text, name) for name in named} == named
     assert "<code>actor/loss</code> in 1 steps, the first is 6" in text
     assert "1 prompts given up" in text and "the &lt;i&gt;reward&lt;/i&gt; raised" in text
