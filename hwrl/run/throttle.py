@@ -68,7 +68,7 @@ class Throttle:
         return {"throttle/lead_versions": self.state.lead_groups / self._batch, "throttle/asleep": self.state.asleep}
 
     def observe(self, line: Metrics, *, replicas: int) -> bool:
-        """Add the metrics ``line`` of a step. Return whether :attr:`state` was decided anew, which may leave it equal.
+        """Add the metrics ``line`` of a step. Return whether :attr:`state` was decided again, even if it is the same.
 
         ``replicas`` is the number of running replicas. Lines without ``perf/step_s`` are ignored.
         """

@@ -64,8 +64,8 @@ class RunDevices:
             one_machine=one_machine,
         )
         assignment = self.plan.assignment
-        self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
-        self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
+        self.ranks = {f"trainer rank {rank}": reservation for rank, reservation in enumerate(assignment.ranks)}
+        self.replicas = {f"replica-{index}": reservation for index, reservation in enumerate(assignment.replicas)}
         self._resource, self._divided = resource, divided
         self._initial_replicas = dict(self.replicas)  # Ray reserves their devices until the end of the run
         self._only_node = nodes[0].node_id if len(nodes) == 1 else None
@@ -101,7 +101,11 @@ class RunDevices:
         if known is not None:
             self.replicas[name] = known
             return
-        used = {device for one in (*self._initial_replicas.values(), *self._in_use()) for device in one.devices}
+        used = {
+            device
+            for reservation in (*self._initial_replicas.values(), *self._in_use())
+            for device in reservation.devices
+        }
         if not (self._divided and is_local()):
             begin = max(used) + 1
             self.replicas[name] = Reservation(tuple(range(begin, begin + width)), 1.0)
@@ -141,12 +145,14 @@ class RunDevices:
     @property
     def counts(self) -> DeviceCounts:
         """The number of devices of the current replicas, and of the run."""
-        rollout = {device for one in self.replicas.values() for device in one.devices}
-        return DeviceCounts(len(rollout), len({device for one in self._in_use() for device in one.devices}))
+        rollout = {device for reservation in self.replicas.values() for device in reservation.devices}
+        return DeviceCounts(
+            len(rollout), len({device for reservation in self._in_use() for device in reservation.devices})
+        )
 
     @property
     def _width(self) -> int:
-        return max(len(one.devices) for one in self._initial_replicas.values())
+        return max(len(reservation.devices) for reservation in self._initial_replicas.values())
 
     def _in_use(self) -> list[Reservation]:
         return [*self.ranks.values(), *self.replicas.values()]
@@ -245,7 +251,7 @@ class RunDevices:
         elif not one_machine:
             return None
         ranks, receivers = (
-            [of_device.get(device, "") for one in processes.values() for device in one.devices]
+            [of_device.get(device, "") for reservation in processes.values() for device in reservation.devices]
             for processes in (self.ranks, self.replicas)
         )
         return Machines(ranks, receivers)

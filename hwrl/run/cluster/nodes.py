@@ -54,7 +54,7 @@ def place_on_nodes(
         replicas = functools.partial(_place_replicas, assignment, free, placed)
         if all(place() for place in ([replicas, ranks] if replicas_first else [ranks, replicas])):
             return placed
-    widest = max(len(one.devices) for one in assignment.replicas)
+    widest = max(len(reservation.devices) for reservation in assignment.replicas)
     raise _missing(assignment, ordered, f"each replica needs {widest} free devices on one node")
 
 
@@ -96,8 +96,8 @@ def _place_ranks(
 
 
 def _place_replicas(assignment: DeviceAssignment, free: _FreeDevices, placed: dict[int, ClusterNode]) -> bool:
-    ranks = {device for one in assignment.ranks for device in one.devices}
-    for devices in dict.fromkeys(one.devices for one in assignment.replicas):
+    ranks = {device for reservation in assignment.ranks for device in reservation.devices}
+    for devices in dict.fromkeys(reservation.devices for reservation in assignment.replicas):
         new = [device for device in devices if device not in ranks and device not in placed]
         if not new:
             continue  # it shares devices that are already placed
@@ -127,4 +127,4 @@ def _missing(assignment: DeviceAssignment, nodes: Sequence[ClusterNode], why: st
 
 
 def _width(reservations: Sequence[Reservation]) -> int:
-    return max((len(one.devices) for one in reservations), default=1)
+    return max((len(reservation.devices) for reservation in reservations), default=1)

@@ -61,12 +61,12 @@ class DeviceAssignment:
     @property
     def shared(self) -> bool:
         """Whether several processes share a device."""
-        return sum(len(one.devices) for one in (*self.ranks, *self.replicas)) > self.devices
+        return sum(len(reservation.devices) for reservation in (*self.ranks, *self.replicas)) > self.devices
 
     @property
     def counts(self) -> DeviceCounts:
         """The number of devices of the replicas, and of the run."""
-        rollout = {device for one in self.replicas for device in one.devices}
+        rollout = {device for reservation in self.replicas for device in reservation.devices}
         return DeviceCounts(len(rollout), self.devices)
 
     @property
@@ -74,12 +74,14 @@ class DeviceAssignment:
         """The groups of devices for Ray to reserve: one per device if devices are shared, otherwise one per process."""
         if self.shared:
             return [(device,) for device in range(self.devices)]
-        return [one.devices for one in (*self.ranks, *self.replicas)]
+        return [reservation.devices for reservation in (*self.ranks, *self.replicas)]
 
     def __str__(self) -> str:
         if not self.shared:
             return "each process has its own device"
-        with_ranks = {one.devices for one in self.ranks} & {one.devices for one in self.replicas}
+        with_ranks = {reservation.devices for reservation in self.ranks} & {
+            reservation.devices for reservation in self.replicas
+        }
         shared = "the trainer's devices" if with_ranks else "the devices that the trainer does not use"
         return f"too few devices ({self.devices}), so replicas share {shared}"
 

@@ -54,19 +54,21 @@ def _name_data_sets(value: Any) -> Any:
     if isinstance(value, dict) and "path" in value:
         value = [value]
     if isinstance(value, dict):
-        value = [{"name": name, **(one if isinstance(one, dict) else {"path": one})} for name, one in value.items()]
+        value = [
+            {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})} for name, entry in value.items()
+        ]
     if not isinstance(value, list | tuple):
         return value
-    entries = [dict(one) if isinstance(one, dict) else one for one in value]
-    entries = [one if isinstance(one, dict | DataSetConfig) else {"path": one} for one in entries]
-    for one in entries:
-        if isinstance(one, dict) and isinstance(one.get("path"), str | Path) and not one.get("name"):
-            one["name"] = Path(str(one["path"]).partition("?")[0]).stem
+    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in value]
+    entries = [entry if isinstance(entry, dict | DataSetConfig) else {"path": entry} for entry in entries]
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("path"), str | Path) and not entry.get("name"):
+            entry["name"] = Path(str(entry["path"]).partition("?")[0]).stem
     return entries
 
 
 def _check_names(sets: tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
-    names = [one.name for one in sets]
+    names = [data_set.name for data_set in sets]
     if len(set(names)) < len(names):
         raise ValueError(f"data sets need different names, but these are called {', '.join(names)}; name each of them")
     return sets
@@ -109,7 +111,7 @@ class DataConfig(Section):
     @field_validator("eval")
     @classmethod
     def _all_evaluations_count(cls, sets: Path | tuple[DataSetConfig, ...] | None) -> object:
-        if isinstance(sets, tuple) and any(one.weight != 1 for one in sets):
+        if isinstance(sets, tuple) and any(data_set.weight != 1 for data_set in sets):
             raise ValueError("weights are only for data.train: evaluations use every set completely")
         return sets
 

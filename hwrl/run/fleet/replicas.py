@@ -165,14 +165,16 @@ class Replicas:
         up. Raises EngineError if too few replicas are left.
         """
         replica = self._replicas[name]
-        place = self._monitor.locate(name)
+        located = self._monitor.locate(name)
         lost, finished = self._remove(name)
         if replica.is_leaving:
             self._devices.remove_replica(name)
             running = len(self._running())
-            self._log_scale(f"rollout {place} left ({reason}); {lost} prompts go to others; {running} replicas run now")
+            self._log_scale(
+                f"rollout {located} left ({reason}); {lost} prompts go to others; {running} replicas run now"
+            )
             return
-        ended = f"rollout {place} ended ({reason}); {lost} prompts go to others"
+        ended = f"rollout {located} ended ({reason}); {lost} prompts go to others"
         pause_s = self._restarts.add_death(name, finished=finished)
         if pause_s is None:
             self._give_up(name, reason, ended)

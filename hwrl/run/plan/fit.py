@@ -48,11 +48,11 @@ def _check_host(config: Config, total: int, *, alone: bool) -> None:
 
 
 def _check(whose: str, causes: Iterable[MemoryCause], total: int, config: Config) -> None:
-    known = [one for one in causes if one.place == "device"]
+    known = [cause for cause in causes if cause.place == "device"]
     phase = peak_phase(known)
     needed = phase_nbytes(known, phase)
     if needed > total:
-        raise _too_small(whose, needed, total, [one for one in known if phase in one.phases], config)
+        raise _too_small(whose, needed, total, [cause for cause in known if phase in cause.phases], config)
 
 
 def _nbytes(causes: Iterable[MemoryCause]) -> int:

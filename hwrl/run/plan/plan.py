@@ -96,9 +96,9 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
     devices = tuple(_devices(assignment, rank, worker, takes_turns=takes_turns(config)))
     host = _host_nbytes(hardware, assignment, rank, worker)
     unknown = tuple(
-        f"the memory of a {one.name}: the plugin of its engine does not report it"
-        for one in (rank, worker)
-        if not any(cause.place == "device" and not cause.cause.startswith(LINK_CAUSES) for cause in one.causes)
+        f"the memory of a {process.name}: the plugin of its engine does not report it"
+        for process in (rank, worker)
+        if not any(cause.place == "device" and not cause.cause.startswith(LINK_CAUSES) for cause in process.causes)
     )
     return RunPlan(
         config=config,
@@ -144,30 +144,30 @@ def takes_turns(config: Config) -> bool:
 def _devices(
     assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess, *, takes_turns: bool
 ) -> list[PlannedDevice]:
-    ranks = {device for one in assignment.ranks for device in one.devices}
-    workers = Counter(device for one in assignment.replicas for device in one.devices)
+    ranks = {device for reservation in assignment.ranks for device in reservation.devices}
+    workers = Counter(device for reservation in assignment.replicas for device in reservation.devices)
     kinds = Counter((device in ranks, workers[device]) for device in range(assignment.devices))
-    found = []
+    planned = []
     for (has_rank, has_workers), count in sorted(kinds.items(), reverse=True):
-        on_it = (rank,) * has_rank + (worker,) * has_workers
-        if on_it:
-            phases, nbytes = _peak(on_it, takes_turns=takes_turns)
+        processes = (rank,) * has_rank + (worker,) * has_workers
+        if processes:
+            phases, nbytes = _peak(processes, takes_turns=takes_turns)
             names = ["a trainer rank"] * has_rank + [f"{has_workers} replica worker(s)"] * bool(has_workers)
-            found.append(PlannedDevice(f"device with {' and '.join(names)}", count, on_it, phases, nbytes))
-    return found
+            planned.append(PlannedDevice(f"device with {' and '.join(names)}", count, processes, phases, nbytes))
+    return planned
 
 
-def _peak(on_it: Sequence[PlannedProcess], *, takes_turns: bool) -> tuple[tuple[Phase, ...], int]:
+def _peak(processes: Sequence[PlannedProcess], *, takes_turns: bool) -> tuple[tuple[Phase, ...], int]:
     """Return the phase of each process at the device's peak, and the bytes. If they take turns, only one steps."""
-    choices: list[tuple[Phase, ...]] = [tuple(peak_phase(one.causes) for one in on_it)]
-    if takes_turns and len(on_it) > 1:
-        count = len(on_it)
+    choices: list[tuple[Phase, ...]] = [tuple(peak_phase(process.causes) for process in processes)]
+    if takes_turns and len(processes) > 1:
+        count = len(processes)
         choices = [tuple(_turn(index == active) for index in range(count)) for active in range(count)]
         transfer: Phase = "transfer"
         choices.append((transfer,) * count)
 
     def nbytes(phases: tuple[Phase, ...]) -> int:
-        return sum(phase_nbytes(one.causes, phase) for one, phase in zip(on_it, phases, strict=True))
+        return sum(phase_nbytes(process.causes, phase) for process, phase in zip(processes, phases, strict=True))
 
     best = max(choices, key=nbytes)
     return best, nbytes(best)
@@ -180,24 +180,24 @@ def _turn(active: bool) -> Phase:  # noqa: FBT001 - private
 def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess) -> int:
     """Return the host memory of the node that needs most. A process is on the node of its device."""
     per_node = max(1, hardware.devices // hardware.nodes)
-    each = {kind: max(phase_nbytes(kind.causes, phase, place="host") for phase in ALWAYS) for kind in (rank, worker)}
+    peaks = {kind: max(phase_nbytes(kind.causes, phase, place="host") for phase in ALWAYS) for kind in (rank, worker)}
     total: Counter[int] = Counter()
     for kind, reservations in ((rank, assignment.ranks), (worker, assignment.replicas)):
-        for one in reservations:
-            for device in one.devices:
-                total[device // per_node] += each[kind]
+        for reservation in reservations:
+            for device in reservation.devices:
+                total[device // per_node] += peaks[kind]
     return max(total.values(), default=0)
 
 
 def _misfits(hardware: Hardware, devices: Sequence[PlannedDevice], host: int) -> list[str]:
-    found = [
-        needs(f"a {one.name}", one.nbytes, hardware.device_nbytes)
-        for one in devices
-        if one.nbytes > hardware.device_nbytes
+    misfits = [
+        needs(f"a {device.name}", device.nbytes, hardware.device_nbytes)
+        for device in devices
+        if device.nbytes > hardware.device_nbytes
     ]
     if hardware.host_nbytes is not None and host > hardware.host_nbytes:
-        found.append(needs("the host memory of a node", host, hardware.host_nbytes))
-    return found
+        misfits.append(needs("the host memory of a node", host, hardware.host_nbytes))
+    return misfits
 
 
 def needs(whose: str, nbytes: int, limit: int) -> str:

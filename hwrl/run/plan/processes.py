@@ -66,7 +66,7 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     else:
         load_train_engine(config)
         others = _overhead(device_nbytes)
-        usable, options = device_nbytes - sum(one.nbytes for one in others), config.train.engine_options
+        usable, options = device_nbytes - sum(cause.nbytes for cause in others), config.train.engine_options
         reported = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
         causes += [*reported, *others] if reported else []
     layout = sent_layout(config)
@@ -98,7 +98,7 @@ def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) 
 
 def _copies_for_checkpoints(config: Config, causes: Iterable[MemoryCause]) -> list[MemoryCause]:
     """Return the memory for copies of trained parameters and optimizer state. Offloaded tensors need no copy."""
-    named = {one.cause: one for one in causes}
+    named = {cause.cause: cause for cause in causes}
     copied: dict[Place, int] = {"device": 0, "host": 0}
     for cause in ("parameters", "optimizer state", "critic: parameters", "critic: optimizer state"):
         kept = named.get(cause)
@@ -123,9 +123,9 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
         options = config.rollout.engine_options
         causes += plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
     if config.rollout.free_cache_engine:
-        causes = [replace(one, phases=_awake(one)) for one in causes]
+        causes = [replace(cause, phases=_awake(cause)) for cause in causes]
         if config.rollout.sleep_level == 1:
-            slept = sum(one.nbytes for one in causes if one.cause == "weights")
+            slept = sum(cause.nbytes for cause in causes if cause.cause == "weights")
             causes.append(MemoryCause("weights of a sleeping replica", slept, "host"))
     keeps_old = config.weights.keep_old_version
     receiving = receiver_nbytes(sent_layout(config), keeps_old=keeps_old)
@@ -158,7 +158,7 @@ def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
         causes = add_in_turns(causes, reference_memory(settings, ranks=ranks)[:1], name="reference")
     if config.algorithm.has_critic:
         critic = certain_fsdp_memory(critic_settings(config), ranks=ranks, critic=True)
-        causes += [one for one in add_in_turns([], critic, name="critic") if one.certain]
+        causes += [cause for cause in add_in_turns([], critic, name="critic") if cause.certain]
     return tuple(causes)
 
 
@@ -171,7 +171,7 @@ def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[Memory
     else:
         options = config.rollout.engine_options
         causes = plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
-    return tuple(one for one in causes if one.certain)
+    return tuple(cause for cause in causes if cause.certain)
 
 
 def _overhead(device_nbytes: int) -> list[MemoryCause]:

@@ -105,8 +105,13 @@ def plan_as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
             "processes": [_process_tree(process) for process in plan.processes],
             "host_nbytes": plan.host_nbytes,
             "links": [
-                {"link": one.name, "nbytes": one.nbytes, "once": one.start, "s": one.seconds(plan.hardware.bandwidth)}
-                for one in plan.links
+                {
+                    "link": link.name,
+                    "nbytes": link.nbytes,
+                    "once": link.start,
+                    "s": link.seconds(plan.hardware.bandwidth),
+                }
+                for link in plan.links
             ],
             "suggestions": [suggestion.overrides for suggestion in suggestions],
         },
@@ -123,7 +128,13 @@ def _device_tree(device: PlannedDevice) -> dict[str, Any]:
 
 def _process_tree(process: PlannedProcess) -> dict[str, Any]:
     causes = [
-        {"cause": one.cause, "nbytes": one.nbytes, "place": one.place, "phases": one.phases, "certain": one.certain}
-        for one in process.causes
+        {
+            "cause": cause.cause,
+            "nbytes": cause.nbytes,
+            "place": cause.place,
+            "phases": cause.phases,
+            "certain": cause.certain,
+        }
+        for cause in process.causes
     ]
     return {"process": process.name, "count": process.count, "causes": causes}

@@ -38,22 +38,22 @@ class TrackerThread:
         self._error: str | None = None
         self._over = False
         self._thread = threading.Thread(target=self._work, name=f"hwrl tracker {name}", daemon=True)
-        self._submit(lambda each: each.start(run))
+        self._submit(lambda tracker: tracker.start(run))
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Send metrics to the tracker. Does not block."""
-        self._submit(lambda each: each.log(metrics, step=step))
+        self._submit(lambda tracker: tracker.log(metrics, step=step))
 
     def trace(self, traces: Sequence[PromptTrace]) -> None:
         """Send traces to the tracker. Does not block."""
-        self._submit(lambda each: each.trace(traces))
+        self._submit(lambda tracker: tracker.trace(traces))
 
     def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
         """Finish the tracker and wait for it, up to ``timeout_s``. A second call does nothing."""
         if self._over:
             return
-        self._submit(lambda each: each.finish(status))
+        self._submit(lambda tracker: tracker.finish(status))
         self._submit(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._error is None:

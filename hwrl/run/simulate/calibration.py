@@ -124,11 +124,14 @@ def _lengths(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[s
     if longest <= mean or mean >= 0.999 * limit:
         return {"mean_tokens": mean, "sigma": 0.0}
     if longest >= limit and 0 < cut < 1:  # by the share of responses above the limit
-        target, place = NormalDist().inv_cdf(1 - cut), math.log(limit)
+        target, logarithm = NormalDist().inv_cdf(1 - cut), math.log(limit)
     else:  # by the longest of all responses of a step
         responses = config.train.batch_groups * config.rollout.n
-        target, place = NormalDist().inv_cdf(1 - 0.5 / responses), math.log(longest)
-    return {"mean_tokens": mean, "sigma": _solve(lambda sigma: _place(mean, sigma, limit, place), target, base.sigma)}
+        target, logarithm = NormalDist().inv_cdf(1 - 0.5 / responses), math.log(longest)
+    return {
+        "mean_tokens": mean,
+        "sigma": _solve(lambda sigma: _place(mean, sigma, limit, logarithm), target, base.sigma),
+    }
 
 
 def _place(mean: float, sigma: float, limit: int, logarithm: float) -> float:

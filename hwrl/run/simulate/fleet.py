@@ -75,7 +75,7 @@ class SimulatedFleet:
         self.rows: dict[int, tuple[float, float]] = {}
         """The total tokens and the longest response of each finished group, by lease id."""
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------
 
     def add(self) -> SimulatedReplica:
         """Start a replica. It has no weights yet."""

@@ -231,7 +231,7 @@ class _Simulation:
             self._fleet.take_weights(replica, version=self._version, incarnation=self._incarnation)
 
     def _finish_step(self) -> None:
-        totals = {name: one.totals(self._events.now_s) for name, one in self._fleet.replicas.items()}
+        totals = {name: replica.totals(self._events.now_s) for name, replica in self._fleet.replicas.items()}
         info = BatchInfo(
             [group.sequence_number for group in self._batch],
             asdict(self._ledger.counts()),

@@ -71,8 +71,8 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
         supports=lambda capability: Support("unverified", "assumed by the simulation"),
     )
     machines = Machines(
-        [str(one.devices[0] // DEVICES_OF_A_NODE) for one in assignment.ranks],
-        [str(device // DEVICES_OF_A_NODE) for one in assignment.replicas for device in one.devices],
+        [str(reservation.devices[0] // DEVICES_OF_A_NODE) for reservation in assignment.ranks],
+        [str(device // DEVICES_OF_A_NODE) for reservation in assignment.replicas for device in reservation.devices],
     )
     senders, _ = choose_senders(
         config.weights.senders, transport=transport, ranks=ranks, machines=machines, own_devices=True

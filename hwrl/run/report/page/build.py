@@ -241,8 +241,8 @@ def _data(columns: MetricColumns, drawn: _Drawn) -> dict[str, Any]:
         curve = thin_out(columns.steps[name], columns.values[name])
         place = shared.setdefault(tuple(curve.steps), len(shared))
         series[name] = {"x": place, "v": curve.values}
-        if curve.least is not None:
-            series[name] |= {"lo": curve.least, "hi": curve.largest}
+        if curve.minimum is not None:
+            series[name] |= {"lo": curve.minimum, "hi": curve.maximum}
     charts = {key: names for key, (_, names) in drawn.items()}
     return {"x": [list(steps) for steps in shared], "series": series, "charts": charts}
 

@@ -42,11 +42,11 @@ class MetricColumns:
 
     def rows(self, names: list[str]) -> Iterator[dict[str, float]]:
         """Yield, for each step, those of the metrics ``names`` that it has."""
-        found: dict[int, dict[str, float]] = {}
+        rows: dict[int, dict[str, float]] = {}
         for name in names:
             for step, value in zip(self.steps.get(name, ()), self.values.get(name, ()), strict=True):
-                found.setdefault(int(step), {})[name] = float(value)
-        yield from (found[step] for step in sorted(found))
+                rows.setdefault(int(step), {})[name] = float(value)
+        yield from (rows[step] for step in sorted(rows))
 
 
 def read_columns(path: Path) -> MetricColumns:
@@ -87,8 +87,8 @@ class Curve:
 
     steps: list[int]
     values: list[float | None]
-    least: list[float | None] | None = None
-    largest: list[float | None] | None = None
+    minimum: list[float | None] | None = None
+    maximum: list[float | None] | None = None
 
 
 def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
@@ -99,12 +99,12 @@ def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite, starts, dtype=np.int64)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
-    least = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
-    largest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    minimum = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
+    maximum = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums / counts
     ends = np.append(starts[1:], len(steps)) - 1
-    return Curve(steps[(starts + ends) // 2].tolist(), _rounded(means), _rounded(least), _rounded(largest))
+    return Curve(steps[(starts + ends) // 2].tolist(), _rounded(means), _rounded(minimum), _rounded(maximum))
 
 
 def bucket_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | None]:

@@ -23,13 +23,15 @@ def render_samples(path: Path) -> str:
     return _form(samples) + count + "".join(map(_article, samples))
 
 
-def choose_samples(path: Path, *, most: int = MAX_SAMPLES) -> tuple[list[Sample], int]:
-    """Return up to ``most`` samples, spread evenly over the file, newest first, and the total number of samples."""
+def choose_samples(path: Path, *, maximum: int = MAX_SAMPLES) -> tuple[list[Sample], int]:
+    """Return up to ``maximum`` samples, spread evenly over the file, newest first, and the total number of samples."""
     ends = [end for end, sample in read_samples(path) if sample is not None]
-    count = min(most, len(ends))
+    count = min(maximum, len(ends))
     chosen = {ends[len(ends) - 1 - index * len(ends) // count] for index in range(count)}
-    found = [sample for end, sample in read_samples(path) if end in chosen and sample is not None] if chosen else []
-    return found[::-1], len(ends)
+    chosen_samples = (
+        [sample for end, sample in read_samples(path) if end in chosen and sample is not None] if chosen else []
+    )
+    return chosen_samples[::-1], len(ends)
 
 
 def _form(samples: list[Sample]) -> str:
@@ -81,8 +83,8 @@ def _article(sample: Sample) -> str:
     )
 
 
-def _age(least: Any, largest: Any) -> str:
-    return f"age {_number(least)}" if least == largest else f"age {_number(least)} to {_number(largest)}"
+def _age(lowest: Any, highest: Any) -> str:
+    return f"age {_number(lowest)}" if lowest == highest else f"age {_number(lowest)} to {_number(highest)}"
 
 
 def _text(author: Any, text: Any, tokens: Any, reward: Any) -> str:

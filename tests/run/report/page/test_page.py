@@ -91,7 +91,7 @@ def test_the_faults_are_counted(run: Path) -> None:
     named = {"trainer restarts": "1", "replicas replaced": "1", "resumes": "1", "errors that ended the run": "0"}
     named |= {"replicas excluded from a transfer": "1", "failed attempts at prompts": "3", "prompts filtered": "16"}
     assert {name: count_in(text, name) for name in named} == named
-    assert "<code>actor/loss</code> in 1 steps, the first is 6" in text
+    assert "<code>actor/loss</code> in 1 steps, first in step 6" in text
     assert "1 prompts given up" in text and "the &lt;i&gt;reward&lt;/i&gt; raised" in text
 
 
@@ -142,7 +142,7 @@ def test_a_sample_of_another_program_does_not_break_the_page(run: Path, broken: 
 
 def test_samples_are_chosen_evenly_with_the_newest(tmp_path: Path) -> None:
     write_lines(tmp_path / SAMPLES, [sample_of(step) for step in range(1, 101)])
-    chosen, total = choose_samples(tmp_path / SAMPLES, most=4)
+    chosen, total = choose_samples(tmp_path / SAMPLES, maximum=4)
     assert ([sample["step"] for sample in chosen], total) == ([100, 75, 50, 25], 100)
 
 
@@ -151,9 +151,9 @@ def test_many_points_become_few_and_keep_their_extremes() -> None:
     values[77_777], values[3] = 99.0, math.nan
     curve = thin_out(np.arange(1, 100_001), values)
     assert len(curve.steps) == BUCKETS and curve.steps == sorted(curve.steps)
-    assert curve.largest is not None and curve.least is not None
-    assert max(value for value in curve.largest if value is not None) == 99.0
-    assert min(value for value in curve.least if value is not None) == pytest.approx(-1.0, abs=1e-3)
+    assert curve.maximum is not None and curve.minimum is not None
+    assert max(value for value in curve.maximum if value is not None) == 99.0
+    assert min(value for value in curve.minimum if value is not None) == pytest.approx(-1.0, abs=1e-3)
 
 
 def test_a_large_run_gives_a_small_page_in_seconds(tmp_path: Path) -> None:
