@@ -145,7 +145,7 @@ class StreamReceiver:
         """Begin to receive the newest proposed version in a thread. Use the result in a ``with`` statement.
 
         ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Use the tensors on the
-        device stream that is current when this is called. A new call closes the iterator of the call before.
+        device stream that is current at the first call. A new call closes the iterator of the call before.
         """
         self._close_stream()
         queue = self._loader.queue = TensorQueue()
