@@ -1,4 +1,4 @@
-"""Find settings with which a run fits: levers in the order of their cost, and small sets of them that are enough."""
+"""Find settings that make a run fit: levers in the order of their cost, and small sets of levers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def suggest(config: Config, hardware: Hardware) -> list[Suggestion]:
     """Return up to three ways to make ``config`` fit ``hardware``, the cheapest first; an empty list if there is none.
 
     If single levers are enough, only those are returned. Otherwise levers are added, from the cheapest on, until the
-    run fits, and those that turn out not to be needed are removed again.
+    run fits, and unnecessary ones are removed again.
     """
     levers = list(_levers(config, hardware))
     single: dict[tuple[str, ...], Lever] = {}  # the cheapest value of each key
@@ -65,7 +65,7 @@ def suggest(config: Config, hardware: Hardware) -> list[Suggestion]:
 
 
 def _smallest(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> list[Lever] | None:
-    """Return a small subset of ``levers`` with which the run fits; None if it does not fit even with all of them."""
+    """Return a small subset of ``levers`` for a run that fits; None if it does not fit even with all of them."""
     taken: list[Lever] = []
     for lever in levers:
         if apply(config, [*taken, lever]) is not None:
@@ -105,7 +105,7 @@ def apply(config: Config, levers: Sequence[Lever]) -> Config | None:
 
 
 def _levers(config: Config, hardware: Hardware) -> Iterator[Lever]:
-    """Yield the levers that can still be applied to ``config``, the cheapest first."""
+    """Yield the levers not yet applied in ``config``, the cheapest first."""
     for rule in (_free, _time, _rollout_size, _placement, _other_model):
         yield from rule(config, hardware)
 

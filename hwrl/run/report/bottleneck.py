@@ -10,7 +10,7 @@ from hwrl.run.report.records import Metrics
 
 TRAINER_BUSY = ("timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save")
 BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
-"""The parts of a replica's totals that are working time."""
+"""The working times in a replica's totals."""
 BATCH_WAIT = "perf/batch_wait_s"
 """The metric with the seconds from the request for a batch until its arrival."""
 _EQUAL = 0.05
@@ -21,14 +21,14 @@ Side = Literal["trainer", "rollout"]
 
 @dataclass(frozen=True)
 class BusyShares:
-    """The shares of the wall time, from 0 to 1, in which the trainer and an average replica worked."""
+    """The busy time of the trainer and of an average replica, as shares of the wall time from 0 to 1."""
 
     trainer: float
     rollout: float
 
     @property
     def bottleneck(self) -> Side | None:
-        """The side that works for more of the time; None if both work for about the same time."""
+        """The busier side; None if both work for about the same time."""
         if abs(self.trainer - self.rollout) < _EQUAL:
             return None
         return "trainer" if self.trainer > self.rollout else "rollout"
@@ -69,7 +69,7 @@ def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:
 
 
 def _shares(lines: Sequence[Metrics], trainer: Sequence[str], rollout: Sequence[str]) -> tuple[float, float] | None:
-    """Return which share of its time each side spent in its metrics, which are in seconds.
+    """Return the share of each side's time that its metrics (in seconds) add up to.
 
     Returns None if no line has ``perf/step_s``.
     """

@@ -21,7 +21,7 @@ _TOLERANCE_STEPS = 1e-6
 
 @dataclass(frozen=True)
 class GeneratedGroup:
-    """A group whose responses are complete: its total tokens, its longest response, the weight version at its start."""
+    """A group with complete responses: its total tokens, its longest response, the weight version at its start."""
 
     lease: PromptLease
     tokens: float
@@ -65,15 +65,15 @@ class SimulatedReplica:
         return len(self._groups)
 
     def held(self) -> list[PromptLease]:
-        """Return all leases: those of unfinished groups, and those that wait for room."""
+        """Return all leases: those of unfinished groups, and those waiting for room."""
         return [*(group.lease for _, _, group in self._groups), *self.leases]
 
     def room(self) -> int:
-        """Return the number of groups that can start now."""
+        """Return how many groups can start now."""
         return (self._slots - len(self._ends)) // self._group_size
 
     def totals(self, now_s: float) -> dict[str, float]:
-        """Return the same running totals that a real replica reports."""
+        """Return running totals like those of a real replica."""
         busy_s = self._generate_s + self._update_s
         return {
             "tokens": self._tokens,
