@@ -108,6 +108,14 @@ class _Injector:
             self._look(record, step, length)
             time.sleep(0.25)
 
+    def await_all_replicas(self) -> None:
+        """Return when all replicas run again: the continuation of the run needs both hosts."""
+        until_s = time.monotonic() + HUNG_S
+        while self.chaos.run.metrics()[-1]["rollout/replicas"] < REPLICAS:
+            require(time.monotonic() < until_s, f"after {HUNG_S:.0f} s a replica is still missing")
+            supervise(self.chaos)
+            time.sleep(0.25)
+
     def _step(self) -> int:
         lines = self.chaos.run.metrics()
         return int(lines[-1]["step"]) if lines else 0
@@ -153,6 +161,7 @@ def chaos_run(seconds: float, *, seed: int) -> tuple[int, float, float, list[Rec
     with _started(WORDS, draw) as (chaos, run, work):
         injector = _Injector(chaos, names, seconds)
         injector.inject_all()
+        injector.await_all_replicas()
         steps = int(run.metrics()[-1]["step"])
         again = finish(chaos.network, work, run, WORDS)
         name_end(130, run.output())
