@@ -7,6 +7,7 @@ and written ``go-<gate>``. Gates open in their order.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -31,11 +32,18 @@ def pass_gate(phase: str, *, count: int | None = None) -> None:
         with _counting:
             _counts[phase] += 1
             count = _counts[phase]
-    for number, (name, nth) in enumerate(json.loads(Path(directory, "gates.json").read_text())):
+    for number, (name, nth) in enumerate(_gates(directory)):
         if not Path(directory, f"go-{number}").exists():
             if name == phase and count >= nth:
                 _wait_at(Path(directory), number)
             return
+
+
+@functools.cache
+def _gates(directory: str) -> list[tuple[str, int]]:
+    """Read the gates once: a fault may take away this process's right to open files."""
+    gates: list[tuple[str, int]] = json.loads(Path(directory, "gates.json").read_text())
+    return gates
 
 
 def _wait_at(directory: Path, number: int) -> None:
