@@ -375,7 +375,7 @@ class Pipeline:
             self._view.log("an evaluation was lost because its replicas died")
             return None
         if evaluation.incarnation != self._fleet.trainers.incarnation:
-            self._view.log("an evaluation is discarded: its weights were lost when a trainer died")
+            self._view.log("an evaluation is discarded: its weights were lost in the restart of the trainer")
             return None
         self._evaluated = evaluation.incarnation, evaluation.version
         metrics = evaluation.metrics(pass_reward=self._config.eval.pass_reward)

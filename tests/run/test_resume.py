@@ -78,7 +78,7 @@ def change_the_data(config: Config) -> None:
     ("change", "message"),
     [
         (replace_the_model, "build the same model"),
-        (change_the_model, "not of the model in"),
+        (change_the_model, "does not belong to the model in"),
         (change_the_data, "does not hold the checkpoint's training data"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(
     devices.add_replica("replica-1")
     assert [devices.devices_of(f"replica-{index}").indices for index in range(3)] == [(1,), (2,), (3,)]
     assert devices.ray_options("replica-2")["resources"] == {"NUMBERED": 1.0} and devices.counts == DeviceCounts(3, 4)
-    with pytest.raises(ConfigError, match=r"no devices for replica-3[\s\S]*0 of this machine's 4 are free"):
+    with pytest.raises(ConfigError, match=r"not enough devices for replica-3[\s\S]*0 of this machine's 4 are free"):
         devices.add_replica("replica-3")
     devices.remove_replica("replica-2")
     devices.add_replica("replica-3")
