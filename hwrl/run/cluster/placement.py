@@ -257,7 +257,7 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
         ranks=config.train.ranks,
         replicas=config.rollout.replicas,
         tensor_parallel=width,
-        may_share=divided,
+        may_share=divided,  # without devices of their own, all processes count as one device each
     )
     transport, why = choose_transport(
         bypass_cpu=config.weights.bypass_cpu,
