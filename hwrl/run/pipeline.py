@@ -114,10 +114,10 @@ class Pipeline:
 
     def close(self, *, after: BaseException | None = None) -> None:
         """End all processes and close the files. ``after`` is the error that ended the run, None if it ended well."""
-        steps = [lambda: self._fleet.close(failed=after is not None)]
+        actions = [lambda: self._fleet.close(failed=after is not None)]
         if self._opened_report is not None:
-            steps.append(partial(self._opened_report.close, self._status(after)))
-        attempt_all(*steps, after=after)
+            actions.append(partial(self._opened_report.close, self._status(after)))
+        attempt_all(*actions, after=after)
 
     def _status(self, error: BaseException | None) -> RunStatus:
         if error is not None and not isinstance(error, KeyboardInterrupt):
