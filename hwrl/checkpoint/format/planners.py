@@ -81,7 +81,9 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "set_up_planner comes first"
         _require_same(self.state_dict, self.metadata.state_dict_metadata)
         plan = super().create_local_plan()
-        unfilled = Counter({name: tensor.numel() for (name, _), tensor in local_tensors(self.state_dict)})
+        unfilled: Counter[str] = Counter()  # elements
+        for (name, _), tensor in local_tensors(self.state_dict):
+            unfilled[name] += tensor.numel()
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 unfilled[item.dest_index.fqn] -= math.prod(item.lengths)

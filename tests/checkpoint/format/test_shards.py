@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest, SaveTuning
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, Manifest, SaveTuning
+from hwrl.checkpoint.format.loading import LayoutReader, plan_load
 from hwrl.checkpoint.format.seal import seal
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.checkpoint.saving.state import capture_state
@@ -61,6 +62,21 @@ def test_a_nodes_part_is_not_sealed_if_no_load_could_read_it(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="overlap or do not cover the tensor"):
         seal(DurableFS(), tmp_path, [whole, half], {}, manifest)
     seal(DurableFS(), tmp_path, [half], {}, manifest)
+
+
+@pytest.mark.parametrize("there", [0, 2])
+def test_a_rectangle_on_another_nodes_disk_is_missed_wherever_it_comes(tmp_path: Path, there: int) -> None:
+    """This disk has two rows of four. The state has both halves, as two rectangles of one tensor."""
+    fs = DurableFS()
+    fs.write_file(tmp_path / "__0_0.distcp", bytes(16))
+    place = {"file": "__0_0.distcp", "start": 0, "nbytes": 16, "keys": ["w"]}
+    rows = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [4, 2], "offsets": [2 - there, 0]}
+    manifest = Manifest(1, "id", 1, weight_version=0, saved_unix_s=0.0, versions={}, files={}, nodes=2)
+    info = CheckpointInfo(tmp_path, seal(fs, tmp_path, [{**rows, "sizes": [2, 2], **place}], {}, manifest))
+    state = {"w": cut(torch.zeros(4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])}
+    reader = LayoutReader(info)
+    with pytest.raises(CheckpointError, match="this disk lacks some of 'w'"):
+        plan_load(info, reader, reader.read_metadata(), state)
 
 
 def test_pieces_of_another_shape_or_without_memory_are_refused(tmp_path: Path) -> None:
