@@ -122,7 +122,8 @@ class CheckpointManager:
         fs = fs or DurableFS()
         self.directory = Path(directory).absolute()
         self._async_save, self._closed, self._calls = async_save, False, 0
-        self._staging = StagingMemory(backend_or_default(backend), tuning, on_device=staging == "device")
+        backend = backend_or_default(backend)
+        self._staging = StagingMemory(backend, tuning, on_device=staging == "device")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._background_save: Future[None] | None = None
         self._agreement = _agreement_of(group, timeout_s)
@@ -149,7 +150,7 @@ class CheckpointManager:
             tuning=tuning,
             failed_verification=failed_verification,
         )
-        self._resumer = Resumer(self.directory, self._agreement, node, failed_verification)
+        self._resumer = Resumer(self.directory, self._agreement, node, backend, failed_verification)
 
     def _correct_tracker(self, newest: int) -> None:
         """Set the tracker to the newest complete step: the last writer may have died before it did this.

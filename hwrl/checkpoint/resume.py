@@ -26,6 +26,7 @@ from hwrl.checkpoint.saving.inventory import Inventory
 from hwrl.checkpoint.saving.nodes import Node
 from hwrl.checkpoint.saving.state import require_storage
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from hwrl.interfaces import Backend
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Resumer:
     path: Path
     agreement: Agreement
     node: Node
+    backend: Backend
     failed_verification: list[Path]
 
     def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
@@ -146,6 +148,6 @@ class Resumer:
                 answers = ranks.gather(_UnwantedNames(self.node.number, load.unwanted))
                 if answers is not None:
                     require_all_wanted([(answer.node, answer.names) for answer in answers])
-            with self.agreement.vote():
+            with self.agreement.vote(), self.backend.allocating("the checkpoint"):
                 load.run()
         return Resumed(info, *read_extra(info), skipped)

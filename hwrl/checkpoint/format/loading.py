@@ -92,11 +92,38 @@ class PlannedLoad:
     unwanted: list[str]
 
     def run(self) -> None:
-        """Fill the state in place. Raise CheckpointCorruptError if the bytes do not agree with the layout."""
+        """Fill the state in place. If this raises, a part of the state may have been overwritten.
+
+        Raises CheckpointCorruptError if the bytes do not agree with the layout, CheckpointError if the disk cannot be
+        read, and torch's OutOfMemoryError if the device has no room.
+        """
         try:
             self.reader.read_data(self.plan, self.planner).wait()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as exc:  # forged bytes may raise any error
+            os_error = _find_os_error(exc)
+            if os_error is not None:
+                raise _unreadable_error(self.info.path, os_error) from exc
             raise corrupt_error(self.info.path, f"its data cannot be read: {exc}") from exc
+
+
+def _find_os_error(exc: BaseException) -> OSError | None:
+    """Return the error of the operating system behind ``exc``, or None. Python's own OSErrors have no errno."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _unreadable_error(path: Path, exc: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the data of {path.name} cannot be read",
+        why=f"{exc.strerror}: {exc.filename or path}",
+        fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
+    )
 
 
 def plan_load(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> PlannedLoad:

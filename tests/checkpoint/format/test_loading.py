@@ -1,0 +1,59 @@
+"""A load that fails for another reason than damage names this reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.checkpoint import CheckpointManager
+from hwrl.checkpoint.format.loading import LayoutReader, plan_load
+from hwrl.checkpoint.format.manifest import inspect_checkpoint
+from hwrl.errors import CheckpointCorruptError, CheckpointError, DeviceMemoryError
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+
+
+def _remove(data: Path) -> None:
+    data.unlink()
+
+
+def _break_disk(data: Path) -> None:
+    data.unlink()
+    data.symlink_to("/proc/self/mem")  # no memory is mapped at such low addresses, so every read fails
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_remove, "No such file or directory: .*__0_0"), (_break_disk, "Input/output error: .*step_1")],
+)
+def test_an_error_of_the_disk_is_not_called_damage(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+    state = {"weight": torch.ones(64)}
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        manager.save(1, state)
+    info = inspect_checkpoint(tmp_path / "global_step_1")
+    reader = LayoutReader(info)
+    load = plan_load(info, reader, reader.read_metadata(), state)
+    change(info.path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        load.run()
+    assert not isinstance(caught.value, CheckpointCorruptError)
+
+
+class Full(torch.Tensor):
+    """A tensor on a device without room for the copy of a tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise torch.OutOfMemoryError("tried to allocate 256 bytes")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_a_full_device_is_not_called_damage(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        manager.save(1, {"weight": torch.ones(64)})
+        with pytest.raises(DeviceMemoryError, match="the checkpoint does not fit"):
+            manager.resume({"weight": torch.zeros(64).as_subclass(Full)})
