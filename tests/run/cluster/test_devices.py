@@ -67,6 +67,8 @@ def test_a_process_of_a_lost_node_gets_free_devices_of_another(
     devices = RunDevices(config, get_backend())
     before = [devices.ray_options(f"replica-{index}") for index in range(3)]
     assert all(options["num_cpus"] == 2 and "scheduling_strategy" in options for options in before)
+    while ray.available_resources().get("CPU", 0) >= 2:  # it also shows a reservation a moment later
+        time.sleep(0.05)
     devices.add_replica("replica-3")
     assert [devices.may_wait(f"replica-{index}") for index in range(4)] == [False, False, False, True]
     assert devices.count_waiting(["replica-0", "replica-3"]) == 1, "replica-0 has its reservation"
