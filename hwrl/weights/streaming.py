@@ -55,6 +55,8 @@ class IncomingVersion:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        if self._queue.has_dropped:
+            raise _cancelled("it was closed after the version was committed, and before all tensors were taken")
         raise StopIteration
 
     def __enter__(self) -> IncomingVersion:
@@ -70,7 +72,11 @@ class IncomingVersion:
                 pass
 
     def cancel(self) -> None:
-        """Abort the receive without waiting for its end. Any thread may call this. No effect after the decision."""
+        """Abort the receive without waiting for its end. Any thread may call this.
+
+        After the decision the version stays committed. Tensors that were not taken are dropped; the iterator then
+        raises CommAbortedError, and ``join`` gets the version again as after a loss.
+        """
         self._queue.close()
         if self._thread.is_alive():
             self._cancelled = True
@@ -195,6 +201,8 @@ class TensorQueue:
         self._tensors: list[NamedTensor] = []  # in reverse
         self._closed = self._ended = False
         self.begun = 0
+        self.has_dropped = False
+        """Whether :meth:`close` has dropped tensors."""
 
     # -- the receiving thread ---------------------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ class TensorQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._tensors)
             if self._closed:
-                raise CommAbortedError("the receive was cancelled", why="its consumer has ended", fix="receive again")
+                raise _cancelled("its consumer has ended")
             self._tensors = list(reversed(tensors))
             self._changed.notify_all()
 
@@ -241,5 +249,11 @@ class TensorQueue:
         """Tell the receiving thread that nobody takes more tensors."""
         with self._changed:
             self._closed = True
+            self.has_dropped = self.has_dropped or bool(self._tensors)
             self._tensors = []
             self._changed.notify_all()
+
+
+def _cancelled(why: str) -> CommAbortedError:
+    """Return the error of a stream that was cancelled."""
+    return CommAbortedError("the receive was cancelled", why=why, fix="receive again")

@@ -134,6 +134,20 @@ def test_a_cancelled_stream_ends_soon_and_the_next_one_works(store: Store) -> No
         assert publishing().receivers == 1
 
 
+def test_a_stream_cancelled_after_the_decision_does_not_end_as_if_it_were_whole(store: Store) -> None:
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
+        for version, taken, error in ((1, 1, CommAbortedError), (2, 2, StopIteration)):
+            small = [("w", torch.ones(3)), ("b", torch.ones(2))]
+            publishing = beside(functools.partial(sender.publish, version, small))
+            incoming = receiver.stream()
+            assert publishing().receivers == 1, "both tensors are in one slab, which waits here for the consumer"
+            for _ in range(taken):
+                next(incoming)
+            incoming.close()
+            with pytest.raises(error):
+                next(incoming)
+
+
 def test_a_stream_that_was_left_open_ends_when_the_next_one_begins(store: Store) -> None:
     with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: _publish_until_joined(sender, 1))
