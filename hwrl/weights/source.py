@@ -132,6 +132,8 @@ class SourceSelection:
 class _ModuleWeights:
     def __init__(self, module: torch.nn.Module, group: Group | None, dtype: torch.dtype | None) -> None:
         self._module, self._group, self._dtype = module, group, dtype
+        if group is None:
+            self._tensors()  # raises at once if the module is sharded
 
     def metadata(self) -> Iterator[NamedTensor]:
         """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
