@@ -152,12 +152,14 @@ class Membership:
 def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
     """Withdraw the join requests of a dead ``replica`` from the links ``names``, so that no sender waits for it.
 
-    A dead process cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... are withdrawn, too. Call this
-    before a replacement of the same name joins. It opens a connection to the store for each link, and needs one round
-    trip for each join request so far and two more for each request of the replica.
+    A dead process cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... are withdrawn, too; a
+    ``replica`` with a slash is one receiver. Call this before a replacement of the same name joins. It opens a
+    connection to the store for each link, and needs one round trip for each join request so far and two more for each
+    request of the replica.
     """
     for name in names:
         channel = ControlChannel(store, name=name, payloads={})
         for number in range(1, channel.join_counts()[1] + 1):
-            if (channel.replica(number) or "").partition("/")[0] == replica:
+            name_there = channel.replica(number) or ""
+            if replica in (name_there, name_there.partition("/")[0]):
                 channel.leave(number)

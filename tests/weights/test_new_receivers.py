@@ -113,3 +113,9 @@ def test_a_withdrawn_receiver_is_not_waited_for(store: Store, sender: WeightSend
         seconds, report = publish(sender, 2, other)
         assert seconds < SOON_S and report.receivers == 1 and not report.excluded
         dead.close()
+
+
+def test_one_of_a_replicas_receivers_can_be_withdrawn_alone(store: Store, sender: WeightSender) -> None:
+    channel_of(store).join("dead", "dead/1", "dead/10")
+    withdraw(store, names=["policy"], replica="dead/1")
+    assert sender.receivers() == ("dead", "dead/10")
