@@ -100,4 +100,5 @@ class Participant:
         )
 
     def _receive(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> torch.Tensor | None:
+        clock.forget_spans()
         return self._end.receive(receiving, self._destination.begin(), sums, clock)

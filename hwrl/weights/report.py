@@ -49,15 +49,23 @@ class StageClock:
 
     @contextlib.contextmanager
     def span(self, backend: Backend) -> Iterator[None]:
-        """Measure the operations queued on the current stream inside the context; only the last span counts."""
+        """Measure the operations queued on the current stream inside the context.
+
+        Several spans, one for each chapter, count from the begin of the first to the end of the last. A span left by an
+        exception does not count.
+        """
         begin, end, stream = backend.event(timing=True), backend.event(timing=True), backend.current_stream()
         begin.record(stream)
         yield
         end.record(stream)
-        self._events = begin, end
+        self._events = begin if self._events is None else self._events[0], end
+
+    def forget_spans(self) -> None:
+        """Forget the spans so far, because another attempt begins."""
+        self._events = None
 
     def span_s(self) -> float:
-        """Return the seconds of the span, 0.0 if there was none. Blocks until the device has reached its end."""
+        """Return the seconds of the spans, 0.0 if there was none. Blocks until the device has reached their end."""
         if self._events is None:
             return 0.0
         begin, end = self._events

@@ -353,6 +353,7 @@ class Transaction:
     def _send(self, sending: SenderRound, reader: TensorReader) -> SendFailure | None:
         link = self._link
         link.sending = sending
+        self._clock.forget_spans()
         try:
             with self._clock(link.transport.stage), torch.no_grad():
                 self._check_members(sending)

@@ -174,7 +174,7 @@ class SenderRound:
         """The members that have been ready in this round."""
         self.votes_counted = False
         """Whether the votes were counted; from then on no receiver uses the sender's memory."""
-        self._chapter = 0
+        self._chapter = self._chapter_notes = 0
         self._channel, self._membership = channel, membership
 
     def gone(self) -> list[int]:
@@ -223,12 +223,14 @@ class SenderRound:
 
     def end_chapter(self, note: ChapterNote) -> None:
         """Tell the receivers whether another chapter follows."""
-        self._chapter += 1
-        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), note.to_json())
+        self._chapter_notes += 1
+        if note.kind is not ChapterKind.ABORTED:  # the transport has yet to delete its notes of an aborted chapter
+            self._chapter = self._chapter_notes
+        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter_notes), note.to_json())
 
     def forget_chapters(self) -> None:
         """Delete the notes about chapters."""
-        for number in range(1, self._chapter + 1):
+        for number in range(1, self._chapter_notes + 1):
             self._channel.forget_transport_note(self.proposal, _chapter_key(number))
 
     def tell(self, key: str, text: str) -> None:

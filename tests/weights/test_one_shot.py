@@ -14,10 +14,13 @@ from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import StreamReceiver, WeightReceiver, WeightSender, WeightSource
+from hwrl.weights.membership import Membership
+from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.slabs import SlabRing
+from hwrl.weights.transport import SenderRound
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend
-from tests.support.weight_link import beside, receiver_of, sender_of, store
+from tests.support.weight_link import beside, channel_of, exchange, newest_proposal, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
@@ -222,6 +225,37 @@ def test_a_store_keeps_no_layouts_of_chapters(store: Store) -> None:
         assert torch.equal(waiting()["t8"], weights[8][1])
         layouts = [key for key in store.list_keys() if "/layout/" in key]
         assert len(layouts) == 2, "that of the first chapter, and that of all tensors"
+
+
+def test_a_store_keeps_no_notes_of_a_transfer_that_broke_in_a_later_chapter(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel = channel_of(store)
+        sending = SenderRound(newest_proposal(store), channel, Membership(channel))
+        for last in (ChapterKind.NEXT, ChapterKind.ABORTED):
+            sending.tell("window/0", "")
+            if last is ChapterKind.ABORTED:
+                sending.end_chapter(ChapterNote(last))
+            sending.forget("window/0", of_receivers=False)
+            if last is ChapterKind.NEXT:
+                sending.end_chapter(ChapterNote(last))
+        sending.forget_chapters()
+        assert not [key for key in store.list_keys() if "/transport/" in key]
+
+
+def test_the_time_of_a_transfer_is_from_the_first_chapter_to_the_last(store: Store) -> None:
+    made_s: list[float] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in Generated(1).tensors():
+            made_s.append(time.monotonic())
+            yield pair
+
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store) as receiver:
+        waiting = beside(receiver.receive)
+        sender.wait_for_receivers(1)
+        report = sender.publish(1, tensors())
+        assert report.transfer_s > made_s[-1] - made_s[COUNT // 2] and waiting().transfer_s > 0.0
 
 
 def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
