@@ -104,8 +104,8 @@ class CoSender:
 
     The :class:`~hwrl.weights.WeightSender` on rank 0 coordinates. Pass this object to
     :meth:`~hwrl.weights.SharedReads.follow`, which calls it in each round. At most ``slabs`` slabs are under way at
-    once. A rank that sends no share of the slabs only gives its shards to the ranks that do. ``transports`` must have
-    the sender's transport. A context manager.
+    once. On a rank that is not a sender, it only takes part in the gathering: it passes tensor shards to the sending
+    ranks. ``transports`` must have the sender's transport. A context manager.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CoSender:
         """Send this rank's share of proposal ``number`` and read the weights to their end; report the result to rank 0.
 
         A broken transfer raises nothing here, because rank 0 decides what follows. Any other error is raised after the
-        report.
+        report. Only an unknown proposal is raised without one, because this rank has no share of it.
         """
         proposal = self._channel.proposal(number)
         if proposal is None:
@@ -143,17 +143,21 @@ class CoSender:
                 why="rank 0 has forgotten it, or uses another store",
                 fix="use one store on all ranks",
             )
-        layout, shares = self._agree(proposal, ranks=reading.ranks)
+        ranks = sender_ranks(proposal.senders, reading.ranks)
+        report = None
+        if reading.rank in ranks:
+            report = _Report(self._watched, proposal, ranks.index(reading.rank))
+        with _failure_in(report):
+            layout, shares = self._agree(proposal, ranks)
         source = WeightSource.of_known_layout(lambda: reading.tensors(shares.gatherers))
-        if reading.rank not in shares.ranks:
+        if report is None:
             for _ in source:
                 pass
             return
-        share = shares.ranks.index(reading.rank)
-        reader = TensorReader(layout, source, shares=shares, share=share)
+        reader = TensorReader(layout, source, shares=shares, share=report.share)
         reader.begin()
         try:
-            self._send(proposal, layout, reader, share)
+            self._send(proposal, layout, reader, report)
         finally:
             reader.close()
 
@@ -171,12 +175,12 @@ class CoSender:
             self._end.close()
         self._end = self._agreed = None
 
-    def _agree(self, proposal: Proposal, *, ranks: int) -> tuple[WeightLayout, Shares]:
+    def _agree(self, proposal: Proposal, ranks: Sequence[int]) -> tuple[WeightLayout, Shares]:
         """Return the proposal's layout and shares, which are kept while the layout stays the same."""
         if self._agreed is None or self._agreed[0].hash != proposal.layout_hash:
             self.close()
             layout = self._channel.layout(proposal)
-            self._agreed = layout, Shares(layout, sender_ranks(proposal.senders, ranks))
+            self._agreed = layout, Shares(layout, ranks)
         return self._agreed
 
     def _end_for(self, proposal: Proposal, layout: WeightLayout, share: int) -> TransportSender:
@@ -196,11 +200,10 @@ class CoSender:
             self._end = self._transports[proposal.transport].sender(context)
         return self._end
 
-    def _send(self, proposal: Proposal, layout: WeightLayout, reader: TensorReader, share: int) -> None:
-        report = _Report(self._watched, proposal, _report_key(share))
+    def _send(self, proposal: Proposal, layout: WeightLayout, reader: TensorReader, report: _Report) -> None:
         sending = SenderRound(proposal, self._channel, Membership(self._channel))
         try:
-            end = self._end_for(proposal, layout, share)
+            end = self._end_for(proposal, layout, report.share)
             with torch.no_grad(), stopped_by_rank_0(report, end):
                 end.send(sending, reader, StageClock())
             report.write(ShareKind.SENT)
@@ -218,10 +221,13 @@ class CoSender:
 
 
 class _Report:
-    """A co-sender's report about one round. Only the first call of :meth:`write` writes it: rank 0 reads one."""
+    """The report of the co-sender of ``share`` about one round.
 
-    def __init__(self, channel: ControlChannel, proposal: Proposal, key: str) -> None:
-        self._channel, self._proposal, self._key = channel, proposal, key
+    Only the first call of :meth:`write` writes it: rank 0 reads one.
+    """
+
+    def __init__(self, channel: ControlChannel, proposal: Proposal, share: int) -> None:
+        self._channel, self._proposal, self.share = channel, proposal, share
         self._lock = threading.Lock()
         self._written = False
 
@@ -231,12 +237,25 @@ class _Report:
             if not self._written:
                 self._written = True
                 with contextlib.suppress(CommError):
-                    self._channel.put_transport_note(self._proposal, self._key, ShareReport(kind, why).to_json())
+                    self._channel.put_transport_note(
+                        self._proposal, _report_key(self.share), ShareReport(kind, why).to_json()
+                    )
 
     def is_stopped(self) -> bool:
         """Return whether rank 0 has ended the round."""
         stop = self._channel.wait_for_transport_note(self._proposal, ShareKey.STOP, timeout_s=0.0)
         return stop is not None or self._channel.decision(self._proposal) is not None
+
+
+@contextlib.contextmanager
+def _failure_in(report: _Report | None) -> Iterator[None]:
+    """Report an error to rank 0, which otherwise waits for this rank; then raise it."""
+    try:
+        yield
+    except BaseException as exc:
+        if report is not None:
+            report.write(ShareKind.FAILED, in_one_line(exc))
+        raise
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
-from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
+from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import (
     CoSender,
@@ -31,6 +32,7 @@ from hwrl.weights.co_sender import Reports, stopped_by_rank_0
 from hwrl.weights.control import Limits
 from hwrl.weights.membership import Membership
 from hwrl.weights.notes import ShareKind
+from hwrl.weights.shared_reads import FollowerRead
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
@@ -291,6 +293,22 @@ def test_a_co_sender_that_reads_nothing_ends_its_rank_at_once(store: Any) -> Non
     co_sender = CoSender(store, backend=CpuBackend(INFO))
     with pytest.raises(TransferFailedError, match="proposal 7 is unknown"):
         shared.follow({"policy": co_sender})
+    co_sender.close()
+
+
+def test_a_co_sender_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any) -> None:
+    group: Any = _Announced()
+    reading = FollowerRead(SharedReads([WeightSource.of(hard_weights(1))], group), (0,))
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+    channel = channel_of(store)
+    proposal = replace(newest_proposal(store), number=channel.reserve_number(), layout_hash="none", senders=2)
+    channel.propose(proposal)
+    sending, co_sender = SenderRound(proposal, channel, Membership(channel)), CoSender(store, backend=CpuBackend(INFO))
+    with pytest.raises(LayoutMismatchError):
+        co_sender.take_part(proposal.number, reading)
+    with pytest.raises(TransferFailedError, match=r"(?s)rank 1 of the senders could not send its share.*layout"):
+        Reports((0, 1), Limits(0.5)).wait_until_sent(sending)
     co_sender.close()
 
 
