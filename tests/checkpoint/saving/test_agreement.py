@@ -1,5 +1,6 @@
 """Several real ranks agree on a save: over large values, when one of them cannot save, and about names of their own."""
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -340,6 +341,23 @@ def _give_torchs_group(group: Group, directory: Path) -> None:
 
 def test_torchs_own_group_is_refused_and_the_call_that_is_named_helps(tmp_path: Path) -> None:
     on_ranks(_give_torchs_group, 2, tmp_path)
+
+
+def _fail_twice(group: Group, directory: Path) -> str:
+    """The save of step 1 fails on all ranks, in the background. Then rank 0 cannot capture step 2."""
+    with open_manager(group, directory, async_save=True, fs=FullOnce(group.rank)) as manager:
+        manager.save(1, {"weight": torch.ones(4)})
+        with pytest.raises(CheckpointSaveError) as caught:
+            manager.save(2, {"weight": torch.ones(4), "custom": Custom()} if group.rank == 0 else {})
+        with contextlib.suppress(CheckpointSaveError):  # rank 1 also learns of rank 0's error
+            manager.wait()
+    return "\n".join([caught.value.what, *getattr(caught.value, "__notes__", [])])
+
+
+def test_the_error_of_the_last_save_is_noted_on_a_newer_one(tmp_path: Path) -> None:
+    newer, pending = on_ranks(_fail_twice, 2, tmp_path)
+    assert "state 'custom' cannot be saved" in newer and "The previous save failed, too: step 1 was not saved" in newer
+    assert "step 1 was not saved" in pending
 
 
 # -- a resume ---------------------------------------------------------------------------------------------------
