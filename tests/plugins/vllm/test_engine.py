@@ -337,7 +337,7 @@ def test_a_corrupt_version_is_not_received_and_the_old_one_serves(
         for place in tmp_path.glob("*/[0-9]*"):
             with place.open("r+b") as file:
                 file.write(b"\x01")
-        with pytest.raises(TransferFailedError, match="other bytes came than were written"):
+        with pytest.raises(TransferFailedError, match="bytes received differ from those written"):
             receiver.receive(timeout_s=5.0)
     requests = requests_of(3)
     policy.check_greedy(requests, generate(engine, requests))
