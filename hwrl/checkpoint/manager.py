@@ -45,8 +45,9 @@ class SaveReport:
     Seconds: ``waited_s`` is the wait for the previous save, and ``blocked_s`` is the rest of the call.
 
     Bytes: ``cloned_nbytes`` were copied within the device, and ``staged_nbytes`` were copied to the host. Both are 0
-    for a save in the foreground. ``lent_nbytes`` are not copied, but read from the offloader's copies. ``held_nbytes``
-    is the page-locked host memory that the manager holds for this save and keeps for later ones.
+    for a save in the foreground. ``lent_nbytes`` is the size of the tensors in the offloader's copies, which are not
+    copied again. ``held_nbytes`` is the page-locked host memory that the manager holds for this save and keeps for
+    later ones.
     """
 
     waited_s: float
@@ -58,22 +59,24 @@ class SaveReport:
 
 
 class CheckpointManager:
-    """Saves and resumes checkpoints in a directory. It is the only writer of the directory while it is open.
+    """Saves and resumes checkpoints in a directory. No other manager can save there while it is open.
 
     Timeline: opening locks the directory and removes the drafts of dead writers. (A save also removes them when it
     begins.) Then call ``save`` and ``resume`` in any order; most programs call ``resume`` once, before training.
     ``close``, or the end of the ``with`` block, waits for a running save and releases the lock. If the program ends
     without ``close``, a running save is still completed, but an error of this save does not change the exit status.
 
-    The options: the newest ``max_ckpt_to_keep`` checkpoints are kept; None keeps all. With ``async_save``, ``save``
-    copies the state, and a background thread writes the copy. The next call raises the thread's error. ``staging`` says
-    where the copy is. "host" is page-locked memory, which is kept from one save to the next. "device" is device memory
-    that the process has never needed for anything else; it is freed while the copy is written. Tensors that do not fit
-    there are copied to the host. Every change of the disk goes through ``fs``.
+    The options: ``max_ckpt_to_keep`` is how many checkpoints each node keeps, of those that are intact on its own disk;
+    None keeps all. With ``async_save``, ``save`` copies the state, and a background thread writes the copy. The next
+    call raises the thread's error. ``staging`` says where the copy is. "host" is page-locked memory, which is kept from
+    one save to the next. "device" uses device memory above the highest amount that the process has used so far. Each
+    batch of copies is freed when it has been written. Tensors that do not fit there are copied to the host. Every
+    change of the disk goes through ``fs``, except to the lock file and to the files of ``export``.
 
-    Several ranks: all ranks of ``group`` make the same calls in the same order. They must begin each call within
-    ``timeout_s`` of each other. Once a rank has begun, it sends heartbeats, and the others wait for it without a limit.
-    A rank that is late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
+    Several ranks: all ranks of ``group`` make the same calls in the same order. A rank sends heartbeats while the ranks
+    agree, write and load, and the others wait for it without a limit. It sends none while it waits for its previous
+    save or captures its state. So the ranks must finish these two within ``timeout_s`` of each other. A rank that is
+    late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
 
     Nodes: the ranks either share one directory, or each host has a directory on its own disk. The manager finds this
     out. A node is the set of ranks that share one directory; on a shared file system, the ranks of all hosts are one
@@ -100,8 +103,15 @@ class CheckpointManager:
 
     ``offloader`` holds tensors of the state on the host. They are written from there, so they are neither loaded to the
     device nor copied. Build the state inside ``offloader.lending()``. The offloader may be used as soon as ``save``
-    returns: before ``offload`` overwrites a tensor, it waits until the tensor has been written. Until the ranks have
-    divided the work it waits for all tensors, and afterwards only for those that this rank writes.
+    returns: before ``offload`` overwrites a tensor, it waits until the tensor has been written. At first ``offload``
+    blocks for every tensor. When the ranks have agreed who writes what, it blocks only for tensors that this rank still
+    has to write.
+
+    Errors of ``save`` with ``async_save``: the call itself raises an error only if its arguments cannot be captured.
+    The next call raises all other errors; for example, ``step`` is too early, or the ranks pass different steps. If the
+    previous save failed on all ranks and no rank has raised its error yet, this call raises it and saves nothing. If
+    some rank has no error to raise, this call starts the save of ``step`` in the background and then raises; the result
+    of that save comes with the next call.
     """
 
     def __init__(
@@ -178,13 +188,13 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step. See the class for the arguments.
 
-        Without ``async_save``, the checkpoint is complete and durable when this returns. With it, this first waits for
-        the previous save, and the caller may change the state as soon as this returns.
+        Without ``async_save``, the checkpoint is complete and durable when this returns. With it, this waits for the
+        previous save and captures the state. Then the caller may change the contents of the state, but until the save
+        has ended, not the shape of a tensor or the ``pieces`` of a LocalShards.
 
         Raises :class:`~hwrl.errors.CheckpointSaveError` if this save fails, or if the previous one failed in the
-        background. Earlier checkpoints are not touched. After the error of the previous save, usually nothing is saved.
-        But if another rank raised that error in an earlier call, all ranks save ``step`` before this rank raises.
-        Either way, go on with a later step.
+        background. A rank that cannot capture its state may raise another :class:`~hwrl.errors.HwrlError`. Until the
+        step is complete on all nodes, no complete checkpoint is removed. Go on with a later step.
         """
         call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
@@ -317,24 +327,28 @@ class CheckpointManager:
     def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
         """Load a checkpoint into ``state``: the newest that can be resumed or, with ``step``, exactly this step.
 
-        Returns None if there is no checkpoint. Also returns None if the only one is a first step that not all nodes
-        have committed.
+        Returns None if there is no checkpoint, or if there are only steps that some node has not committed and that no
+        tracker names.
 
-        ``state`` has the structure of the saved state; it may be sharded over another number of ranks. Tensors are
-        overwritten in place, and plain values are replaced in the dict. Nothing else is changed: a module or optimizer
-        is restored only where it shares its tensors with ``state``. Call ``set_state_dict`` afterwards for the rest.
+        ``state`` has the structure of the saved state. It may be sharded over another number of ranks if each rank
+        finds all its chunks on its own disk; otherwise join the parts of the nodes first. Tensors are overwritten in
+        place, and plain values are replaced in the dict. Nothing else is changed: a module or optimizer is restored
+        only where it shares its tensors with ``state``. Call ``set_state_dict`` afterwards for the rest.
 
-        The hash of every file is verified before anything is loaded, and no pickle is executed. A checkpoint that is
-        damaged or incomplete is skipped, logged, and listed in ``skipped``. If a hash is wrong, the next ``save``
-        renames the checkpoint to ``.broken_…``, so that its step can be saved again; no file is deleted. If a file is
-        missing or has a wrong size, or if the manifest is invalid, the directory keeps its name until its step is saved
-        again, because it may belong to another program.
+        The hash of every file is verified before anything is loaded, and no code in a pickle is executed. A checkpoint
+        that is damaged or incomplete is skipped, logged, and listed in ``skipped``. If a file is missing or has a wrong
+        size, or if the manifest is invalid, the directory keeps its name until its step is saved again, because it may
+        belong to another program. Otherwise, if a hash is wrong or a file cannot be read, the next ``save`` of this
+        manager renames the checkpoint to ``.broken_…`` on all nodes, so that its step can be saved again. No file is
+        deleted.
 
         Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none can be resumed, so
         training never starts afresh silently. Raises :class:`~hwrl.errors.CheckpointError` if the checkpoint does not
-        fit ``state``; no older step is tried then. Raises :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is
-        damaged, or if the files match their hashes and still cannot be read. Only in this last case ``state`` may be
-        partly overwritten; again, no older step is tried.
+        fit ``state``, if a rank is lost, or if the disk cannot be read. Raises
+        :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is damaged, or if the files match their hashes and
+        still cannot be read. Raises :class:`~hwrl.errors.DeviceMemoryError` if the device is full. After the
+        verification no older step is tried. Once the ranks have begun to load, an error may leave ``state`` partly
+        overwritten.
         """
         call = self._begin_call("nothing can be loaded", CheckpointError)
         previous_error = self._previous_error()

@@ -36,8 +36,9 @@ class Resumed:
     """The result of ``resume``: the loaded checkpoint, and its extra state.
 
     ``rank_extras`` has the ``rank_extra`` of each rank of the save. ``skipped`` has the directories that could not be
-    resumed: all damaged ones, whether newer or older, and newer incomplete ones. If one step was requested, ``skipped``
-    is empty.
+    resumed: newer ones that are incomplete or have a wrong hash, and all with an invalid manifest, a missing file or a
+    wrong size. The hashes of older checkpoints are not checked. A reason may be about another node's disk. If one step
+    was requested, ``skipped`` is empty.
     """
 
     info: CheckpointInfo
@@ -70,8 +71,8 @@ class _UnwantedNames(Message):
 class Resumer:
     """Loads checkpoints from the directory ``path``. All ranks of ``agreement`` do it together.
 
-    Checkpoints with a wrong hash are added to ``failed_verification``. ``Saver`` shares this list: its next save puts
-    these checkpoints aside and empties the list.
+    Checkpoints that fail the verification are added to ``failed_verification``: a hash is wrong, or a file cannot be
+    read. ``Saver`` shares this list. On node leaders, its next save puts these checkpoints aside and empties the list.
     """
 
     path: Path
@@ -81,7 +82,10 @@ class Resumer:
     failed_verification: list[Path]
 
     def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
-        """Load the newest resumable checkpoint, or exactly ``step``. Return None if there is no checkpoint."""
+        """Load the newest resumable checkpoint, or exactly ``step``.
+
+        Return None if no step is complete and none is lost.
+        """
         skipped = [Skipped(self.path / name, reason) for name, reason in inventory.skipped.items()]
         for item in skipped:
             _log.warning("skipping %s: %s", item.path, item.reason)

@@ -17,8 +17,8 @@ from hwrl.errors import CheckpointError
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """The tracker file. It holds the newest complete step as a plain integer.
 
-Other programs read it to find the step to resume from. hwrl reads it only to know that every step up to this one has
-been complete on all nodes.
+Other programs read it to find the step to resume from. hwrl reads it only to know that this step was once complete on
+all nodes. If no step is complete, the tracker keeps its old step, whose directory may be gone.
 """
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
 _UNFINISHED = re.compile(  # matches only hwrl's own names: in a wrong directory, hwrl removes nothing of the user's
@@ -132,12 +132,16 @@ class CheckpointDirectory:
     def _remove_leftovers(self) -> None:
         """Remove the drafts of interrupted saves, and checkpoints whose removal was interrupted."""
         for path in unfinished_saves(self.path):
-            _log.info("removing %s, left by an interrupted save", path)
+            _log.info("removing %s, left by an interrupted save, removal or start", path)
             self._fs.remove_tree(path)
 
 
 def has_saves(directory: Path) -> bool:
-    """Return whether hwrl has completed or begun a save in ``directory``. A lock file alone is not a save."""
+    """Return whether ``directory`` has a checkpoint or the leftovers of a save. A lock file alone is neither.
+
+    Only names are checked, so this is also True for another program's ``global_step_<n>``, and for the marker files of
+    ranks that open a manager.
+    """
     return directory.is_dir() and any(
         step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _UNFINISHED.fullmatch(path.name)
         for path in directory.iterdir()
@@ -145,7 +149,11 @@ def has_saves(directory: Path) -> bool:
 
 
 def unfinished_saves(directory: Path) -> list[Path]:
-    """Return the files and directories that a running or interrupted save has left in ``directory``."""
+    """Return the temporary files and directories in ``directory``, of running and of interrupted processes.
+
+    They are drafts of saves and of the tracker, marker files of opening managers, and checkpoints that are being
+    removed.
+    """
     return sorted(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))
 
 

@@ -1,4 +1,4 @@
-"""A file system with durable writes: :class:`DurableFS`. A save changes the disk through it only."""
+"""A file system with durable writes: :class:`DurableFS`. A save changes the disk through it, except for its export."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ class DurableFS:
     """Creates, syncs, renames and removes files and directories.
 
     Before a stream closes, it is flushed **and then** synced. (torch syncs its metadata file while the bytes are still
-    in Python's buffer.) The hash is computed from the bytes in memory, not from a second read of the disk.
+    in Python's buffer.) The hash is computed from the bytes in memory, not from a second read of the disk;
+    :meth:`adopt_file` must read the disk.
 
     A file has two durable things: its content and its name. After a write only the content is durable. The name is
     durable after :meth:`sync_directory` of the parent.
 
-    Every change of the disk first calls :meth:`before`. A test can override it to simulate a full disk or the death of
-    the process.
+    Every method first calls :meth:`before` for each change of the disk, and once for the removal of a tree. A test can
+    override it to simulate a full disk or the death of the process.
     """
 
     def before(self, operation: str, path: Path) -> None:
-        """Do nothing. A subclass may override this: it runs before each change of the disk.
+        """Do nothing. A subclass may override this: it runs before each change that this object makes.
 
         ``operation`` is one of ``mkdir``, ``create``, ``write``, ``sync``, ``rename``, ``sync_directory``, ``remove``.
         """
@@ -86,7 +87,10 @@ class DurableFS:
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create a directory and its missing parents. When this returns, their names are durable."""
+        """Create a directory and its missing parents. When this returns, the names that it created are durable.
+
+        A directory that already exists is not synced.
+        """
         path = Path(path)
         if path.is_dir():
             return

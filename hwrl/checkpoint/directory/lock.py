@@ -1,4 +1,7 @@
-"""The lock of a checkpoint directory. Only its owner may write there, and the lock ends with the owner's process."""
+"""The lock of a checkpoint directory. Only one manager can save there, and the lock ends with the owner's process.
+
+The ranks of a node share the lock of their node leader. A rank may create a marker file without it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class DirectoryLock:
     It is a kernel lock (``flock``) on a file in the directory. The content of the file names the owner, for error
     messages only. The file is never removed: two processes could then lock two different files with the same name.
 
-    Raises CheckpointError with the owner's name if another process holds the lock for a second. Raises OSError if the
-    file cannot be written.
+    Raises CheckpointError with the owner's name if another process, or another object in this process, holds the lock
+    for a second. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:

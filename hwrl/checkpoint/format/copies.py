@@ -35,12 +35,12 @@ def copy_files(
 def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: DurableFS) -> bytes | None:
     """Copy the state of a checkpoint into the empty ``directory``, and add torch's own ``.metadata``.
 
-    The value with the name ``aside`` is not copied. Its bytes, as ``torch.save`` wrote them, are returned instead, or
-    None if the checkpoint has no such value. Every file of the checkpoint is verified. The content of the copies is
-    durable when this returns, but their names are not.
+    ``.metadata`` omits the name ``aside``. If it is a plain value, its bytes are returned as ``torch.save`` wrote them;
+    otherwise None is returned. Whole files are copied, so these bytes may also be in a copy. Every file of the
+    checkpoint is verified. The content of the copies is durable when this returns, but their names are not.
 
-    Raises :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, and OSError if ``directory``
-    cannot be written.
+    Raises :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, OSError if ``directory`` cannot be
+    written, and ValueError if the checkpoint is one node's part and lacks chunks of a tensor.
     """
     with hold_for_reading(info):
         verify_files(info, [LAYOUT_NAME])

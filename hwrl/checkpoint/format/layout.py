@@ -129,8 +129,9 @@ def build_metadata_tables(
 ) -> tuple[dict[str, Any], dict[MetadataIndex, Any]]:
     """Return the two tables of torch's ``Metadata``: the description of each name, and the place of each item.
 
-    Raises ValueError if the entries are malformed or the chunks of a tensor overlap. With ``all_chunks``, also raises
-    it if the chunks do not cover the tensor.
+    Raises ValueError if the entries are malformed, or if the chunks of a tensor overlap or lie outside it. With
+    ``all_chunks``, also raises it if the chunks do not cover the tensor. If several entries have the name of one
+    non-tensor value, the last one counts.
     """
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -174,7 +175,7 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
 
 
 def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bool) -> None:
-    """Raise ValueError if an element of the tensor is in two chunks or, with ``all_chunks``, in none."""
+    """Raise ValueError if a chunk lies outside the tensor, or chunks overlap. ``all_chunks`` must also cover it."""
     chunks, size = described.chunks, described.size
     inside = all(
         0 <= begin <= begin + length <= limit
@@ -183,15 +184,15 @@ def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bo
     )
     covered = not all_chunks or sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
     if not (inside and covered and (len(chunks) == 1 or are_disjoint(chunks))):
-        raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly")
+        raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
 
 
 def are_disjoint(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether no two chunks share an element.
 
-    The chunks are sorted by where they begin along one axis. Each chunk is compared with its next neighbour, then with
-    the second next, and so on. A comparison ends when the neighbour begins after the chunk's end. Memory is linear in
-    the number of chunks. If the tensor is divided along this axis only, so is time.
+    Sort the chunks by their begin along the axis with the most distinct begins. Chunk i can overlap only later chunks
+    that begin before i ends. Pass k compares all such pairs (i, i+k) at once; stop at the first pass without pairs.
+    Memory is linear in the number of chunks. If the tensor is divided along this axis only, one pass is enough.
     """
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(filled) < 2 or not filled[0].sizes:

@@ -102,7 +102,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint that is intact on this disk. Other nodes may lack their parts."""
+    """A checkpoint that is intact on this disk. Other nodes may lack their parts.
+
+    In :class:`~hwrl.checkpoint.SavedTensors` for an ``export`` it is a draft, which is not yet complete.
+    """
 
     path: Path
     manifest: Manifest
@@ -127,8 +130,8 @@ class CheckpointInfo:
 class Skipped:
     """A directory that has a checkpoint's name but cannot be resumed, and the reason.
 
-    Reasons: it is damaged (an invalid manifest, a missing file, a wrong size or a wrong hash), or another node lacks
-    its part or has a part of another save.
+    Reasons: it is damaged (an invalid manifest, a missing file, a wrong size or a wrong hash) or cannot be read; or
+    another node lacks its part or has a part of another save; or nodes are absent and no tracker names the step.
     """
 
     path: Path
@@ -216,8 +219,8 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
 def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
     """Prevent a trainer from removing the checkpoint during the block.
 
-    It holds a shared lock on the manifest. The lock ends with the process. Raises CheckpointCorruptError if the
-    checkpoint has already been removed.
+    It holds a shared lock on the manifest. The lock ends with the process. It does not prevent a rename of a damaged
+    checkpoint to ``.broken_…``. Raises CheckpointCorruptError if the checkpoint has already been removed.
     """
     path = info.path / MANIFEST_NAME
     with contextlib.ExitStack() as stack:
@@ -248,11 +251,11 @@ def hold_for_removal(path: Path) -> Iterator[bool]:
 
 
 def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:
-    """Return the error for a checkpoint that is damaged or incomplete."""
+    """Return the error for a checkpoint that is damaged or incomplete, or cannot be read."""
     return CheckpointCorruptError(
-        f"{path.name} is not a complete checkpoint",
+        f"{path.name} is damaged or incomplete, or cannot be read",
         why=reason,
-        fix=f"resume from another step, or restore {path} from a copy",
+        fix=f"use another step, or restore {path} from a copy",
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's checkpoint planners, made safe. They refuse to save a value that could execute code when it is loaded."""
+"""torch's checkpoint planners, made safe: they handle only values that ``torch.load(weights_only=True)`` can read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hwrl.errors import CheckpointError, CheckpointSaveError
 def duplicate_names_as(error: type[CheckpointError]) -> Iterator[None]:
     """Raise ``error`` if a state has two values with the same flat name. The block must flatten the state.
 
-    torch raises a ValueError then, which this context manager translates.
+    torch raises a ValueError then. Every ValueError in the block is taken for this one.
     """
     try:
         yield
@@ -58,16 +58,20 @@ class SafeSavePlanner(DefaultSavePlanner):
 
 
 def _needs_pickle(name: str, value: object, exc: Exception) -> CheckpointSaveError:
-    inside = re.findall(r"(?:GLOBAL |<class '|<function )([\w.<>]+)", str(exc))[:1]
+    kind, inside = type(value).__name__, re.search(r"(?:GLOBAL |<class '|<function )([\w.<>]+)", str(exc))
+    if inside is not None:
+        why = f"loading this {kind} would execute a pickle that uses {inside[1]}"
+    else:
+        why = f"this {kind} cannot be saved and read back: {type(exc).__name__}: {exc}"
     return CheckpointSaveError(
         f"state {name!r} cannot be saved",
-        why=" that uses ".join([f"loading this {type(value).__name__} would execute a pickle", *inside]),
+        why=why,
         fix="save only tensors, numbers, strings, and dicts, lists and tuples of these",
     )
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's load planner, but it executes no pickle and refuses a state that the checkpoint does not fill."""
+    """torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
@@ -76,7 +80,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return the plan. Nothing is loaded yet.
 
-        Raises CheckpointError if names, shapes or dtypes differ, or if this rank needs bytes on another node's disk.
+        Raises CheckpointError if the checkpoint lacks a name of the state, if shapes or dtypes differ, or if this rank
+        needs bytes on another node's disk.
         """
         assert self.metadata is not None, "set_up_planner comes first"
         _require_same(self.state_dict, self.metadata.state_dict_metadata)

@@ -15,8 +15,9 @@ from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NA
 def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> Manifest:
     """Add layout, extra state and manifest to a draft. Return the manifest as it was written.
 
-    ``manifest`` lists the files that are already in the draft. When this returns, every file in the draft and its name
-    in the draft are durable. Raises ValueError or TypeError if the result could not be resumed.
+    ``manifest`` lists the tensor files in the draft; this adds the other files that ``fs`` wrote or adopted there. When
+    this returns, every file in the draft and its name in the draft are durable. Raises ValueError or TypeError if the
+    result could not be resumed.
     """
     if manifest.nodes == 1:
         write_torch_metadata(fs, draft, entries)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from hwrl.checkpoint.format.shards import Offset
 
 MAX_ITEM_NBYTES = 32 << 20
-"""The largest item. A save reads one item from the device at a time, and a load reads one into memory at a time."""
+"""The largest item. Each writing thread of a save reads one item at a time, and a load reads one into memory."""
 
 
 def split_item(item: WriteItem, *, max_nbytes: int = MAX_ITEM_NBYTES) -> Iterator[tuple[Offset, WriteItem]]:

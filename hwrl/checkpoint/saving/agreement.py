@@ -31,12 +31,12 @@ _LEAVING_S = 3.0
 class Message:
     """Base class of the messages between ranks. They are sent as JSON, so no rank executes another rank's pickle.
 
-    A message is a frozen dataclass. Its fields are JSON values or other messages.
+    A message is a frozen dataclass. Its fields are JSON values or other dataclasses.
     """
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Return the message with these fields. A class overrides this if one of its fields is a message."""
+        """Return the message with these fields. A class overrides this if one of its fields is a dataclass."""
         return cls(**fields)
 
 
@@ -71,13 +71,13 @@ class Round:
         return message
 
     def finish(self) -> None:
-        """Block until every rank has finished its block. Return at once if the round has already ended."""
+        """Block until every rank has sent its message and the leader has decided. Return at once if the round ended."""
 
     def fail(self, error: Exception, *, at_once: bool) -> None:
         """Tell the other ranks that this rank's block raised ``error``.
 
-        With ``at_once``, the error becomes the result of the round, and this rank does not wait. Without it, this rank
-        waits until every rank has finished its block.
+        With ``at_once``: propose the error as the decision and return. Without it: if this rank has not sent a message
+        yet, send the error as its message and wait for the decision; otherwise propose the error and return.
         """
 
 
@@ -86,14 +86,19 @@ class Agreement:
 
     Every rank enters the same rounds in the same order, from one thread at a time. The code of a rank in a round is its
     block. If the block fails on one rank, every rank raises an error: the failed rank its own error, and the others a
-    copy. The copy has the same class and text if it is an hwrl error; otherwise it is a
-    :class:`~hwrl.errors.CheckpointError`.
+    copy. If it is an error class of :mod:`hwrl.errors`, the copy has this class, and its text begins with the rank;
+    otherwise the copy is a :class:`~hwrl.errors.CheckpointError`.
 
-    While a rank is inside a round, it sends heartbeats, and the others wait for it without a limit. Outside of a round
-    it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it dies, its heartbeats
-    are missing. The round then ends on all ranks with an error about this rank. It may take part in the next round.
+    A rank that fails after its last message may fail alone, because the others do not wait for it then. So do nothing
+    in a block that can fail after ``broadcast`` or, except on the leader, after ``gather``.
 
-    After an error, ranks may leave a call at different points. :meth:`begin_call` brings them together again.
+    While a rank is inside a round, it sends heartbeats, and the other ranks in this round wait for it without a limit.
+    Outside of a round it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it
+    dies, its heartbeats are missing. The round then ends on all ranks with an error about this rank. It may take part
+    in the next round.
+
+    After an error, ranks may leave a call at different points. They meet again in the first round of the next call, if
+    they all enter it within ``timeout_s`` of each other: see :meth:`begin_call`.
     """
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
@@ -129,9 +134,9 @@ class Agreement:
 
     @contextlib.contextmanager
     def round(self) -> Iterator[Round]:
-        """Enter a round. At the end of the block, wait until every rank has finished its block.
+        """Enter a round. At the end of the block, wait for the messages of all ranks and the decision of the leader.
 
-        This rank waits even if its own block raises.
+        This rank also waits if its own block raises before it has sent a message.
         """
         with self._hold_round(fail_at_once=False) as current:
             yield current
@@ -141,8 +146,9 @@ class Agreement:
         """Run the block on every rank: a barrier with a veto.
 
         At the end of the block, wait until it has succeeded on every rank. An error is a veto: the vote fails on all
-        ranks. A veto does not interrupt a running block. A rank learns of it when its own block has ended, and the
-        leader when all blocks have ended. The rank with the error raises at once and waits for nobody.
+        ranks. An error on one rank stops no other rank: each runs its block to the end and then raises. The leader
+        raises last, when all blocks have ended or a rank has been silent for ``timeout_s``. The rank with the error
+        raises at once and waits for nobody.
         """
         with self._hold_round(fail_at_once=True):
             yield
@@ -179,8 +185,11 @@ class _StoreRound(Round):
     """A round of several ranks. It ends with one decision: the leader's message to all ranks, or an error.
 
     Keys in the store: ``part<rank>`` has a rank's message or error, ``beat<rank>`` counts its heartbeats, and
-    ``chosen`` has the decision. Any rank may write ``chosen``, for example if the leader falls silent. Only the first
-    write counts, and it is final.
+    ``left<rank>`` says that it has left the round. ``chosen`` has the decision. Any rank may write it, for example if
+    the leader falls silent. Only the first write counts, and it is final. Long texts go on in further keys, for example
+    ``part0.1`` or ``chosen0.1``.
+
+    If several ranks fail, the leader may raise another one of their errors than the decision.
     """
 
     def __init__(
@@ -217,7 +226,7 @@ class _StoreRound(Round):
     def fail(self, error: Exception, *, at_once: bool) -> None:
         if self._ended:
             return
-        if self._sent:  # the leader failed while it collected the messages or made the decision
+        if self._sent:  # the leader failed after its message, or this rank lost the store
             self._decide(_encode_error(error))
             return
         report = _encode_error(error, rank=self._rank)
@@ -250,7 +259,8 @@ class _StoreRound(Round):
         left = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(dist.DistError):  # this rank's next request fails, too, and its error explains why
+            # After an error no more heartbeats are sent. Usually this rank's next request to the store fails, too.
+            with contextlib.suppress(dist.DistError):
                 while not left.wait(self._beat_interval_s):
                     self._store.add(f"beat{self._rank}", 1)
 

@@ -42,7 +42,7 @@ class NodeInventory(Message):
 
     @classmethod
     def read(cls, directory: CheckpointDirectory, *, without: Collection[Path] = ()) -> NodeInventory:
-        """Read the inventory from the disk. Leave out ``without``: the checkpoints with a wrong hash."""
+        """Read the inventory from the disk. Leave out ``without``: the checkpoints that failed the verification."""
         intact, skipped = find_checkpoints(directory.path)
         return cls(
             host=socket.gethostname(),
@@ -80,9 +80,10 @@ class RankInventory(Message):
 class Inventory(Message):
     """The checkpoints of all nodes.
 
-    ``complete`` has the complete steps, oldest first. ``skipped`` maps the names of the other directories to the
-    reason. ``lost`` says whether one of those may have been complete. For example, it is False if only some nodes have
-    committed the first step: no tracker has named this step, so no reader relies on it.
+    ``complete`` has the complete steps, oldest first. ``skipped`` maps the names of other directories to the reason; a
+    part without the parts of other nodes is listed only if it is newer than all complete steps. ``lost``: at least one
+    skipped directory may once have been a complete checkpoint, so ``resume`` must raise rather than start afresh. It is
+    False if all of them are commits that never reached all nodes.
     """
 
     complete: list[int]
@@ -109,9 +110,11 @@ def gather_inventory(agreement: Agreement, directory: CheckpointDirectory | None
 def merge_inventories(answers: Sequence[RankInventory]) -> Inventory:
     """Merge the inventories of all nodes.
 
-    A step is complete if every node has an intact part of it, and all parts are from the same save. If some of the
-    nodes that saved it are absent, a tracker must also name this step or a later one. No tracker names a step before
-    all nodes have committed it.
+    A step is complete if every present node has an intact part of it, and all parts are from the same save. We cannot
+    look at the disks of absent nodes. If nodes that saved the step are absent, it counts as complete only if a present
+    tracker holds this step or a later one, because trackers are written after all nodes have committed.
+
+    This can be wrong if no older step is complete: a tracker is not set back, so it may hold a later step of the past.
     """
     nodes = [answer.node for answer in answers if answer.node is not None]
     announced_step = max(node.announced_step for node in nodes)

@@ -27,8 +27,8 @@ class Node:
     A node is not a host: on a shared file system, the ranks of all hosts are one node.
 
     ``agreement`` is among the ranks of this node. Its leader, the node leader, is the lowest rank. Only the node leader
-    creates, renames and removes names in the directory. ``leaders`` is the agreement among the leaders of all nodes; it
-    is None on all other ranks.
+    creates, renames and removes names in the directory, except for the markers of :func:`find_nodes`. ``leaders`` is
+    the agreement among the leaders of all nodes; it is None on all other ranks.
     """
 
     number: int
@@ -85,8 +85,8 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: 
 
     The names of hosts and file systems do not tell whether two ranks share a directory. So every rank creates a marker
     file with a random name in its directory, and looks for the marker files of all ranks. A network file system may
-    show a new file late, so a rank looks for up to ``look_s`` seconds. Raises
-    :class:`~hwrl.errors.CheckpointError` if what the ranks see is contradictory.
+    show a new file late, so a rank looks for up to ``look_s`` seconds. No lock is held yet, so another manager may be
+    using the directory. Raises :class:`~hwrl.errors.CheckpointError` if the ranks see contradictory markers.
     """
     if len(agreement.ranks) == 1:
         return [list(agreement.ranks)]
@@ -103,7 +103,7 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: 
             seen = ranks.gather(SeenRanks(socket.gethostname(), _look_for(names, directory, look_s=look_s)))
             found = ranks.broadcast(None if seen is None else _NodeRanks(group_by_seen_ranks(seen)), _NodeRanks)
     finally:
-        with contextlib.suppress(OSError):  # the next save removes it
+        with contextlib.suppress(OSError):  # the next manager that opens the directory removes it
             fs.remove_tree(marker)
     # Wait until every rank has removed its marker. Otherwise the node leader would remove them as leftovers.
     with agreement.vote():

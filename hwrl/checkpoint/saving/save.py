@@ -52,11 +52,12 @@ EXPORT_NAME = "hf"
 class Saver:
     """Saves steps, one at a time. All ranks of ``agreement`` do it together.
 
-    ``path`` is the checkpoint directory. ``directory`` is None except on node leaders: only they create, rename and
-    remove names in ``path``.
+    ``path`` is the checkpoint directory. ``directory`` is None except on node leaders: only they create drafts, and
+    rename and remove drafts and checkpoints. Every rank writes its files into the draft.
 
-    ``failed_verification`` lists checkpoints in which a file had a wrong hash. :class:`Resumer` shares this list and
-    fills it, on every rank. At the next save, each node leader puts these checkpoints aside and empties its list.
+    ``failed_verification`` lists checkpoints in which a file had a wrong hash or could not be read. :class:`Resumer`
+    shares this list and fills it, on every rank. At the next save, each node leader puts these checkpoints aside and
+    empties its list.
     """
 
     path: Path
@@ -88,7 +89,11 @@ class Saver:
             captured.state.close()
 
     def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
-        """Call this instead of :meth:`save` on a rank that could not capture its state. All ranks raise ``error``."""
+        """Call this instead of :meth:`save` on a rank that could not capture its state.
+
+        Raises ``error`` if it is an hwrl error, and CheckpointSaveError otherwise. The other ranks raise a
+        CheckpointSaveError in :meth:`save`.
+        """
         self.agreement.begin_call(call)
         with self.agreement.vote():
             if isinstance(error, HwrlError):
@@ -100,7 +105,8 @@ class Saver:
         """Write, commit, announce, and remove old checkpoints.
 
         Each of these four actions is a vote. So no rank begins an action before all ranks have succeeded in the
-        previous one.
+        previous one. If a rank cannot read the decision of the first vote, its error says that the step was not saved,
+        although the others may go on.
         """
         step = agreed.captured.step
         try:
@@ -120,7 +126,7 @@ class Saver:
         except CheckpointSaveError:
             self._remove_draft(agreed.draft)
             raise
-        except Exception as exc:  # a rank fell silent, so others may have gone on to commit
+        except Exception as exc:  # a rank fell silent or the store failed, so others may have gone on
             may_be_complete = not self._remove_draft(agreed.draft)  # while this draft exists, the step is incomplete
             raise (_in_doubt if may_be_complete else _not_saved)(step, _reason(exc)) from exc
 
@@ -261,7 +267,7 @@ class Saver:
             except OSError as exc:
                 if written.draft.exists():
                     raise _not_saved(written.captured.step, _reason(exc)) from exc
-                raise _not_finished(written.captured.step, exc) from exc
+                raise _not_durable(written.captured.step, exc) from exc
         return CommittedSave(written.captured, written.manifest)
 
     def _announce(self, committed: CommittedSave) -> None:
@@ -353,16 +359,23 @@ def _reason(exc: Exception) -> str:
 
 def _not_saved(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"step {step} was not saved", why=why, fix="fix the cause and save again; the previous checkpoint is intact"
+        f"step {step} was not saved", why=why, fix="fix the cause and save again; resume loads the newest complete step"
+    )
+
+
+def _not_durable(step: int, exc: OSError) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} is complete on this disk, but its name may not be durable",
+        why=f"{exc.strerror}: {exc.filename}",
+        fix="fix the cause and save a later step; with several nodes, this step is complete if all nodes have it",
     )
 
 
 def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"step {step} is complete, but not everything after the rename of its directory was done",
+        f"step {step} is complete, but the tracker was not set or old checkpoints were not removed",
         why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-        fix="fix the cause; the name of the directory may not be durable until the next save, which also sets the "
-        "tracker and removes old checkpoints",
+        fix="fix the cause; the next save sets the tracker and removes old checkpoints",
     )
 
 
@@ -375,6 +388,7 @@ def _callback_failed(step: int, why: str) -> CheckpointSaveError:
 
 
 def _in_doubt(step: int, why: str) -> CheckpointSaveError:
+    """Return the error of a rank that lost contact during the commit or later. (Later, the step is complete.)"""
     return CheckpointSaveError(
         f"step {step} may or may not be complete",
         why=why,

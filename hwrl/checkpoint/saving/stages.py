@@ -1,6 +1,7 @@
 """The stages of a save on one rank, and the messages that the ranks exchange between the stages.
 
-The stages are captured, agreed, planned, written, committed. Each is immutable and made from the stage before it.
+The stages are captured, agreed, planned, written, committed. Each is made from the stage before it. They share one
+captured state, which is released when this rank's files are written.
 
 Two kinds of leaders occur. Rank 0 leads all ranks. The node leader leads the ranks of one node: see
 :class:`~hwrl.checkpoint.saving.nodes.Node`. Rank 0 is also the leader of its node.
@@ -36,8 +37,8 @@ class CapturedSave:
     """The arguments of ``save``, with the captured state. ``call`` is the number of the call, the same on all ranks.
 
     ``has_pending_error`` says that this call of ``save`` will raise the error of the previous save. If that is so on
-    every rank, nothing is saved. If another rank has no pending error, it raised the error in an earlier call: then all
-    ranks save this step, and this rank raises its pending error afterwards.
+    every rank, nothing is saved. If another rank has no pending error, it had none, or it raised it in an earlier call.
+    Then all ranks save this step in the background, and on this rank ``save`` raises the pending error at once.
     """
 
     call: int
@@ -93,7 +94,10 @@ class WrittenSave:
 
 @dataclass(frozen=True)
 class CommittedSave:
-    """The draft of this rank's node has its final name. When all ranks reach this stage, the step is complete."""
+    """This rank has committed: a node leader has given the draft its final name, and other ranks do nothing.
+
+    When all ranks reach this stage, the step is complete.
+    """
 
     captured: CapturedSave
     manifest: Manifest | None

@@ -27,8 +27,8 @@ LocalTensors = Mapping[LocalKey, torch.Tensor]
 class StagingMemory:
     """Memory for copies of a state: on the host or, with ``on_device``, on the device.
 
-    On the host it is one slab of page-locked memory. The slab is exactly as large as the copies, and it is kept from
-    one save to the next.
+    On the host it is one slab of page-locked memory. Each copy in it is padded to 64 bytes. The slab is kept from one
+    save to the next.
 
     On the device it is only memory that the process has never needed for anything else. It is freed with the last
     reference to a copy. Tensors that do not fit there are copied to the host.
@@ -84,7 +84,7 @@ class StagingMemory:
             stream.synchronize()
 
     def note_copies_freed(self) -> None:
-        """Note that the caller has dropped all copies on the device. May be called more than once."""
+        """Note that the caller has dropped all copies on the device, or is about to. May be called more than once."""
         if self._on_device:
             self._spare.note_copies_freed()
 
@@ -137,7 +137,7 @@ class StagingMemory:
         )
 
     def _allocate_host_places(self, tensors: LocalTensors) -> None:
-        self._host_places = {}  # the pool can free a slab that is too small only when no tensor uses it
+        self._host_places = {}  # the pool can free the old slab only when no tensor uses it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
         self._host_places = _assign_places(slab, tensors)
 
@@ -145,8 +145,8 @@ class StagingMemory:
 class _SpareDeviceMemory:
     """Estimates how much device memory the process has never needed, except for copies of a state.
 
-    It is an estimate for this reason: if the peak is reached during a save, it includes copies, and some of these may
-    have been freed before the peak.
+    A peak during a save includes our own copies. We subtract all of them, although some may already have been freed; so
+    the result may be too large.
 
     ``stream`` is a stream of the device. Entering it makes the device the current device of a thread.
     """
@@ -166,14 +166,18 @@ class _SpareDeviceMemory:
         self._copies_nbytes = nbytes
 
     def note_copies_freed(self) -> None:
-        """Note that no copy is on the device now. May be called from any thread, and more than once."""
+        """Note that all copies on the device are dropped. May be called from any thread, and more than once."""
         copies_nbytes, self._copies_nbytes = self._copies_nbytes, 0
         if copies_nbytes:
             with self._stream:
                 self._note_peak(copies_nbytes=copies_nbytes)
 
     def _note_peak(self, *, copies_nbytes: int) -> None:
-        """Read the process's peak. At a new peak, all memory except ``copies_nbytes`` was needed for other things."""
+        """Read the process's peak.
+
+        If the peak has risen, the process needed the peak minus ``copies_nbytes`` for itself. Remember the largest such
+        value.
+        """
         peak_nbytes = self._backend.memory_info().peak_nbytes
         if peak_nbytes > self._peak_nbytes:
             self._peak_nbytes = peak_nbytes

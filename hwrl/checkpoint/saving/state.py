@@ -39,7 +39,8 @@ class CapturedState:
     ``values`` has all non-tensor values, as bytes.
 
     When a tensor in ``via_buffers`` has been written, it is removed from there, so that its memory can be freed.
-    ``close`` releases everything else.
+    ``close`` empties ``via_buffers`` and gives the offloader's copies back. The other fields keep their content;
+    ``planner`` refers to the caller's tensors.
     """
 
     planner: SafeSavePlanner
@@ -54,7 +55,7 @@ class CapturedState:
 
     @property
     def lent_nbytes(self) -> int:
-        """The bytes that are read from the offloader's copies."""
+        """The size of the tensors in the offloader's copies. This rank may read only some of them."""
         return _nbytes(self.offloaded)
 
     def close(self) -> None:
@@ -67,9 +68,10 @@ class CapturedState:
 def capture_state(
     state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
 ) -> CapturedState:
-    """Capture ``state``. With ``copy``, the caller may change it as soon as this returns.
+    """Capture ``state``. With ``copy``, the caller may change its contents as soon as this returns.
 
-    Without ``copy``, the tensors are not copied, and the caller must not change them until they are written.
+    The caller must not change the shape of a tensor or the ``pieces`` of a LocalShards until the plan is made. Without
+    ``copy``, the tensors are not copied, and the caller must not change them at all until they are written.
 
     Raises CheckpointSaveError for two values with the same name, for a sparse tensor, and for a value that could be
     loaded only by executing a pickle. Raises MemoryStateError for an offloaded tensor without a copy in ``offloader``.
@@ -189,8 +191,8 @@ class CapturedStateReader:
     """Reads the content of ``items`` from a captured state in memory. Any thread may read; each item is read once.
 
     From each offloaded tensor with an item here, the offloader's copy is borrowed until its last item has been read. So
-    an offload waits for these copies only. A tensor in ``via_buffers`` is dropped when its last item has been read. All
-    other tensors are released at once, because another rank writes them.
+    an offload waits for these copies only. A tensor in ``via_buffers`` is dropped when its last item has been read, or
+    at once if another rank writes it.
     """
 
     def __init__(self, captured: CapturedState, plan: ItemPlan, items: Sequence[WriteItem]) -> None:
@@ -256,7 +258,7 @@ def _offloaded_error(name: str) -> MemoryStateError:
     return MemoryStateError(
         f"{name!r} has no storage",
         why="the tensor is offloaded",
-        fix="pass `offloader=` to save; or save and resume inside `with offloader.loaded():`",
+        fix="save with the `offloader=` that holds it; or save and resume inside `with offloader.loaded():`",
     )
 
 

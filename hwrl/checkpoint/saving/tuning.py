@@ -12,7 +12,10 @@ class SaveTuning:
     """Sizes and time limits of a save. Keep the defaults; tests use smaller values to reach every branch."""
 
     max_item_nbytes: int = MAX_ITEM_NBYTES
-    """The largest item: what a save reads from the device at once, and a load into memory. Larger tensors are split."""
+    """The largest item. Larger tensors are split. A thread of a save reads one item at a time, and so does a load.
+
+    A copy to staging memory is made of whole tensors.
+    """
     max_files: int = 4
     """The most tensor files of one rank. One thread writes and hashes each file, mostly without the GIL."""
     min_file_nbytes: int = 64 << 20
