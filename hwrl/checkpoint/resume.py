@@ -116,7 +116,7 @@ class Resumer:
         if (name := step_name(step)) in inventory.skipped:
             raise corrupt_error(self.path / name, inventory.skipped[name])
         raise CheckpointNotFoundError(
-            f"there is no checkpoint for step {step} in {self.path}",
+            f"there is no complete checkpoint for step {step} in {self.path}",
             why=f"the complete steps are {inventory.complete}",
             fix="choose one of these, or omit the step to load the newest",
         )

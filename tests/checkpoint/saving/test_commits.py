@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, SavedTensors, SaveTuning
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, SavedTensors, SaveTuning
 from hwrl.errors import CheckpointSaveError
 from hwrl.safetensors_files import write_tensors
 from hwrl_cpu import INFO, CpuBackend
@@ -137,3 +137,18 @@ def test_after_commit_is_not_called_for_a_failed_save(tmp_path: Path) -> None:
     with open_manager(tmp_path) as opened, pytest.raises(CheckpointSaveError, match="step 1 was not saved"):
         opened.save(1, state(1), export=lambda *_: 1 / 0, after_commit=follower)
     assert follower.calls == []
+
+
+class Unsynced(DurableFS):
+    """The directory cannot be synced after a step has its final name."""
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "sync_directory" and (path / "global_step_1").exists():
+            raise OSError(5, "Input/output error", str(path))
+
+
+def test_a_step_whose_name_may_not_be_durable_is_complete_on_this_disk(tmp_path: Path) -> None:
+    with open_manager(tmp_path, fs=Unsynced()) as opened:
+        with pytest.raises(CheckpointSaveError, match="is complete on this disk, but its name may not be durable"):
+            opened.save(1, state(1.0))
+        assert [info.step for info in opened.checkpoints()] == [1]
