@@ -111,14 +111,13 @@ class _Injector:
     def await_all_replicas(self) -> None:
         """Return when all replicas run again: the continuation of the run needs both hosts."""
         until_s = time.monotonic() + HUNG_S
-        while self.chaos.run.metrics()[-1]["rollout/replicas"] < REPLICAS:
+        while self.chaos.run.last_metrics()["rollout/replicas"] < REPLICAS:
             require(time.monotonic() < until_s, f"after {HUNG_S:.0f} s a replica is still missing")
             supervise(self.chaos)
             time.sleep(0.25)
 
     def _step(self) -> int:
-        lines = self.chaos.run.metrics()
-        return int(lines[-1]["step"]) if lines else 0
+        return int(self.chaos.run.last_metrics().get("step", 0))
 
     def _look(self, record: Record, step: int, length: int) -> None:
         since_s = self._now_s() - record.at_s

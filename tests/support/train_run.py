@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ from safetensors.torch import load_file
 
 from hwrl.models import load_model
 from hwrl.run.demo import write_demo
-from hwrl.run.report import read_metrics
+from hwrl.run.report import METRICS, read_metrics
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
-
+_LINE_NBYTES = 16384
+"""More than the longest line of metrics."""
 
 SMALL = [
     "train.steps=24",
@@ -68,9 +70,18 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         return read_metrics(self.directory)
 
+    def last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last whole line, or an empty dictionary; reads no other line."""
+        with contextlib.suppress(FileNotFoundError), (self.directory / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_NBYTES))
+            whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                return dict(json.loads(whole.rpartition(b"\n")[2]))
+        return {}
+
     def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
         """Return when ``step`` is in the metrics. Fails if the run ends first."""
-        self.wait_until(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
+        self.wait_until(lambda: self.last_metrics().get("step", -1) >= step, timeout_s, f"step {step}")
 
     def wait_for_checkpoint(self, step: int, *, timeout_s: float = 240.0) -> None:
         """Return when the checkpoint of ``step`` is complete. Fails if the run ends first."""
