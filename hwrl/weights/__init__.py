@@ -1,7 +1,8 @@
 """Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions.
 
-A link has a name in a store. A sender publishes versions on it, and all receivers of a version commit it together.
-Control messages travel through the store; the bytes travel by a transport. One round of a version::
+A link has a name in a store. A sender publishes versions on it. One decision of the sender commits a version for its
+receivers. Receivers without a whole copy by then are excluded. Control messages travel through the store; the bytes
+travel by a transport. One round of a version::
 
     sender                                         each receiver
     ------                                         -------------
@@ -13,8 +14,9 @@ Control messages travel through the store; the bytes travel by a transport. One 
                                                <-- VOTE      whole, corrupt or torn
     DECISION   committed, again or given up    -->
 
-If a round does not commit, another one follows, without the receivers at fault. The host transport has no READY, START,
-VOTE and DECISION: the sender stores the version, and each receiver fetches it when it is ready.
+If a round does not commit, another one may follow, without the receivers that were late, silent or got corrupt bytes.
+A receiver that voted "torn" stays. The host transport has no READY, START, VOTE and DECISION: the sender stores the
+version, and each receiver fetches it when it is ready.
 
 The objects on the way, from the user's call to the memory:
 

@@ -1,7 +1,7 @@
 """The control channel of a weight link: small typed JSON messages under the keys of a store.
 
-Each message of a round has one writer. The counters, the newest proposal's number and the join requests have several,
-and change by one atomic operation.
+Each message of a round has one writer. The counters and the newest proposal's number have several, and change by one
+atomic operation. A join request is several writes; :mod:`hwrl.weights.membership` handles incomplete ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Fields = TypeVar("_Fields")
 
 
 class Note(StrEnum):
-    """The kinds of messages. A key is the kind, then the number of a proposal or a member, or a layout's hash."""
+    """The kinds of messages. A key begins with the kind; mostly the number of a proposal or member follows."""
 
     LAYOUT = "layout"
     PROPOSAL = "proposal"
@@ -45,7 +45,7 @@ class Start(StrEnum):
     GO = "go"
     """All receivers are ready, and the transfer begins."""
     WITHDRAWN = "withdrawn"
-    """Some are not ready. Another proposal follows, without them."""
+    """Some are not ready. Another proposal follows without them, if receivers are left."""
 
 
 class VoteKind(StrEnum):
@@ -55,7 +55,7 @@ class VoteKind(StrEnum):
     CORRUPT = "corrupt"
     """Other bytes arrived than were sent."""
     TORN = "torn"
-    """The transfer broke before all bytes arrived."""
+    """The transfer broke, or the receiver raised an error."""
 
 
 class DecisionKind(StrEnum):
@@ -63,9 +63,9 @@ class DecisionKind(StrEnum):
 
     COMMITTED = "committed"
     AGAIN = "again"
-    """Aborted. Another proposal of the same version follows, or the sender gives up."""
+    """Aborted. Another proposal of the version follows if receivers are left, or the sender gives up."""
     GIVEN_UP = "given up"
-    """Aborted. No other proposal of this version follows."""
+    """Aborted. No other attempt follows, but the caller may publish the version again."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Abandonment:
-    """A ``version`` given up by sender ``epoch`` before it was proposed to receivers ``to``.
+    """A ``version`` given up by sender ``epoch``, for receivers ``to``: its last round, if any, was without them.
 
     ``number`` grows with each abandonment on the link.
     """
@@ -130,7 +130,7 @@ class Limits:
     slack_s: float = 10.0
     """Time for the sender's own work between two waits, on a busy machine."""
     patience_s: float = 1.0
-    """The longest wait for new receivers, while other receivers are waiting for the version."""
+    """The longest wait for new receivers, once another member has committed a version of this sender."""
 
     @property
     def votes_s(self) -> float:
@@ -142,7 +142,7 @@ class Limits:
 
     @property
     def wire_s(self) -> float:
-        """How long both ends wait for the transfer itself, so that votes still arrive within ``timeout_s``."""
+        """The limit of each collective, and of the sender's wait for each window. The rest is for the votes."""
         return self.timeout_s - self.votes_s
 
     @property
@@ -264,7 +264,7 @@ class ControlChannel:
             self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
 
     def abandon(self, epoch: int, version: int, why: str, *, to: Sequence[int]) -> None:
-        """Tell receivers ``to`` that the sender of ``epoch`` gave up ``version`` before it was proposed to them."""
+        """Tell receivers ``to``, without a part in the last round, that the sender of ``epoch`` gave up ``version``."""
         found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why, tuple(to))
         self._keys.set(Note.ABANDONED, json.dumps(asdict(found)))
 

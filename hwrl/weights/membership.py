@@ -15,7 +15,7 @@ from hwrl.comm import Store
 from hwrl.weights.control import ControlChannel
 
 LOST = 0
-"""The content of a member once a transfer to it has begun: it may hold a mixture. Real contents begin at 1."""
+"""The content of a member whose version is at risk in a transfer: it may hold a mixture. Real contents begin at 1."""
 _LATE = 100
 """A join request that is still incomplete after this many newer ones never completes: its process is dead."""
 
@@ -39,7 +39,7 @@ class Membership:
         self._channel, self._lock = channel, threading.RLock()
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
-        """Member → the number of the content that it has committed."""
+        """Member → the number of the content for which it has voted "whole", or LOST."""
         self._postponed_s: dict[int, float] = {}  # new member → when it missed its first version
         self._joins_seen = 0
         self._numbers_seen = 0
@@ -95,7 +95,7 @@ class Membership:
             return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def note_committed(self, members: Collection[int], content: int) -> None:
-        """Record that ``members`` have committed ``content``. Members removed meanwhile are ignored."""
+        """Record that ``members`` have voted "whole" for ``content``. Members removed meanwhile are ignored."""
         with self._lock:
             self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 
@@ -152,10 +152,9 @@ class Membership:
 def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
     """Withdraw the join requests of a dead ``replica`` from the links ``names``, so that no sender waits for it.
 
-    A dead process cannot leave by itself. Its receivers ``replica/0``, ``replica/1``, ... are withdrawn, too; a
-    ``replica`` with a slash is one receiver. Call this before a replacement of the same name joins. It opens a
-    connection to the store for each link, and needs one round trip for each join request so far and two more for each
-    request of the replica.
+    A dead process cannot leave by itself. Receivers named ``replica/...`` are withdrawn, too; a ``replica`` with a
+    slash is one receiver. Call this before a replacement of the same name joins. It opens a connection to the store for
+    each link, and needs one round trip for each join request so far and two more for each request of the replica.
     """
     for name in names:
         channel = ControlChannel(store, name=name, payloads={})

@@ -41,7 +41,7 @@ class SyncPlan:
 class SyncReport:
     """How one version was sent. ``base`` is the report of the base, if that was sent on its own link.
 
-    ``base_nbytes`` and ``adapter_nbytes`` are bytes of tensors, counted for one receiver; 0 if they were not sent.
+    ``base_nbytes`` and ``adapter_nbytes`` are bytes of tensors, counted for one receiver; 0 if not in the plan.
     """
 
     plan: SyncPlan

@@ -15,16 +15,17 @@ from hwrl.interfaces import Backend
 class TransferReport:
     """The result of one ``publish``.
 
-    ``nbytes`` are the bytes of the tensors that each receiver got, counting tied tensors once. ``transfer_s`` is the
-    time from the first to the last of them on this process's device, measured by its events; 0.0 if nothing was sent.
+    ``nbytes`` are the bytes of the version's tensors, counting tied tensors once, even if nobody received them.
+    ``transfer_s`` is the time from the first to the last of them on this process's device, measured by its events; 0.0
+    if nothing was sent.
 
     ``seconds`` maps stages to the host's seconds: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the
     receivers), ``pack``, ``wire`` and ``vote``. The host transport has ``claim`` (waiting for a free file),
     ``register`` (making a file and page-locking its memory) and ``copy``. A receiver's
     :class:`~hwrl.weights.Received` has ``wait``, too.
 
-    ``receivers`` counts the members that have committed the version; with the host transport, the members when it was
-    stored. ``excluded`` maps excluded replicas to the reason.
+    ``receivers`` counts the members that have voted "whole"; with the host transport, the members when the version was
+    stored. ``excluded`` maps replicas that were excluded or have not joined to the reason.
     """
 
     version: int

@@ -37,7 +37,8 @@ class WeightSender:
     this process's device memory; the backend must be able to open another process's device memory. With both, a
     transfer waits for all its receivers. "host" stores versions in memory-mapped files on this host, and each receiver
     copies them later. It has at most ``versions`` files, in memory or under ``directory``. ``versions=1`` is enough if
-    only one version is ever sent.
+    only one version is ever sent. Receivers can open a file only until this sender is closed; files in memory also only
+    while this process lives.
 
     ``timeout_s`` limits each wait for receivers, and receivers derive their own limits from it. A new receiver is one
     that has committed no version of this sender. As soon as one receiver has committed a version, a publish waits
@@ -96,7 +97,7 @@ class WeightSender:
 
     @property
     def keeps_versions(self) -> bool:
-        """Whether the transport stores versions, so that receivers fetch them without this sender."""
+        """Whether the transport stores versions, so that receivers fetch them by themselves."""
         return self._transport.keeps_versions
 
     def publish(
@@ -108,17 +109,17 @@ class WeightSender:
         to: Collection[str] | None = None,
         again: bool = False,
     ) -> TransferReport:
-        """Send ``weights`` as ``version``. Block until each receiver has committed it, or is excluded or postponed.
+        """Send ``weights`` as ``version``. Block until a round has committed it, or no receiver is left to wait for.
 
-        ``to`` names the receivers; None means all that have joined. A name that has not joined is not waited for, and
-        the report has it under ``excluded``. The host transport cannot choose receivers.
+        ``to`` names the receivers (not with the host transport); None means all that have joined. Those not joined are
+        ``excluded`` in the report. Excluded, postponed and late receivers do not get the version, and that is no error.
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
-        It is read during the transfer, and again if the transfer is repeated. Tensors that are made during the read
-        are held only for the slabs under way. An iterator is always read to its end, and its tensors must own their
-        memory. If the transfer breaks after some of its tensors were dropped, this raises TransferFailedError.
-        Reading may be a collective operation, so a read that has begun continues to its end even if this raises.
-        Tensors must not change until this returns.
+        It is read during the transfer, and again if the transfer is repeated. Tensors made during the read are held
+        only for the slabs under way; the host transport holds all those of a first iterator. An iterator is always read
+        to its end, and its tensors must own their memory. A transfer that breaks after some of them were dropped raises
+        TransferFailedError. Reading may be a collective operation, so a read that has begun continues to its end even
+        if this raises. Tensors must not change until this returns.
 
         The first call plans the layout from the source's metadata, or from an iterator while it is read. Later calls
         must bring the same names, dtypes and shapes in the same order (LayoutMismatchError).
@@ -127,9 +128,9 @@ class WeightSender:
         again). With ``again`` the tensors count as new: they are sent to all receivers, and ``version`` may be any
         number, a step for example. Without receivers the device and ipc transports send nothing.
 
-        Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
-        transfer fails repeatedly and no receiver is at fault. No attempt begins later than four times ``timeout_s``
-        after the first. If this raises any error, waiting receivers are told at once.
+        Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
+        three attempts fail with no receiver to exclude (one with an error of its own is not excluded). No attempt
+        begins later than four times ``timeout_s`` after the first. If this raises, waiting receivers are told at once.
         """
         clock, shown = StageClock(), self._channel.shown
         content = self._content_of(version, again=again)
@@ -154,7 +155,7 @@ class WeightSender:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.
 
         The next ``publish`` sends them its version, even if it is the newest one again. Always empty with the host
-        transport, because its receivers fetch stored versions without the sender.
+        transport, because its receivers fetch stored versions by themselves.
         """
         self._membership.refresh()
         return () if self.keeps_versions else self._membership.new_receivers()
@@ -236,7 +237,7 @@ class WeightSender:
                 self._channel.abandon(self._epoch, version, in_one_line(exc), to=waiting)
 
     def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
-        """Return ``weights`` as a source. An iterator is read here, as far as its tensors can be held."""
+        """Return ``weights`` as a source. A first iterator is read here, as far as its tensors can be held."""
         if not isinstance(weights, Iterator):
             return WeightSource.of(weights)
         if self._link is not None and self._link.is_planned:
@@ -352,7 +353,7 @@ def _check_senders(senders: int, transport: str, transports: Mapping[str, Transp
         able = ", ".join(name for name, one in transports.items() if one.several_senders)
         raise ConfigError(
             f"senders={senders} is not possible with the {transport} transport",
-            why=f"its receivers read the memory of rank 0 only; several senders work with: {able}",
+            why=f"it does not divide a version among senders; several senders work with: {able}",
             fix="use senders=1, or another transport",
         )
 
@@ -360,7 +361,11 @@ def _check_senders(senders: int, transport: str, transports: Mapping[str, Transp
 def _check_transport(transport: str, transports: Mapping[str, Transport]) -> None:
     if transport not in transports:
         known = ", ".join(transports)
-        raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of these")
+        raise ConfigError(
+            f"there is no transport {transport!r} here",
+            why=f"known are {known}",
+            fix=f"choose one of these, or pass transports=hwrl.weights.with_transport({transport!r})",
+        )
 
 
 def _check_sizes(*, slab_nbytes: int | None, slabs: int, versions: int) -> None:

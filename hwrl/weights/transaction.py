@@ -38,9 +38,10 @@ _STOP_S = 0.01
 
 @dataclass(frozen=True)
 class OutgoingVersion:
-    """A version to send. ``content`` numbers its tensors; a receiver that has committed this number needs no transfer.
+    """A version to send. ``to`` names the receivers; None means all that have joined.
 
-    ``to`` names the receivers; None means all that have joined.
+    ``content`` is a serial number of this set of tensor values. Publishing the newest version again keeps it, so
+    receivers that have it are skipped.
     """
 
     version: int
@@ -51,7 +52,10 @@ class OutgoingVersion:
 
 
 class CommitOutcome(NamedTuple):
-    """The number of receivers that have the version, and the reason for each excluded replica."""
+    """The number of receivers with the version, and the reason for each replica that was excluded or has not joined.
+
+    A receiver counts if it has voted "whole". Of a stored version all members count.
+    """
 
     receivers: int
     excluded: dict[str, str]
@@ -67,8 +71,8 @@ class SendFailure(NamedTuple):
 class SenderLink:
     """What a sender keeps from one version to the next: its channel, membership, layout and transport.
 
-    ``end`` is the sender's end of ``transport``, which proposals call ``name``. ``slab_sizes`` is the result of
-    :func:`~hwrl.weights.slab_sizes`. ``shares`` is None if there is one sender.
+    ``name`` is the transport's name in proposals; ``end`` is its sending side. ``slab_sizes`` are the bytes of a slab,
+    and the size from which a tensor gets slabs of its own. ``shares`` is None if there is one sender.
     """
 
     def __init__(
@@ -171,7 +175,10 @@ class SenderLink:
         self.end.release()
 
     def close(self) -> None:
-        """Tell waiting receivers that no version follows, and free everything."""
+        """Free everything. If the last proposal was not committed, tell its receivers that none follows.
+
+        Receivers that wait for a version after a committed one are not told.
+        """
         if self._proposals and not self.transport.keeps_versions:
             with contextlib.suppress(CommError):  # if the store is lost, too, nobody can be told
                 self.channel.give_up(self._proposals[-1], "the sender was closed")
@@ -180,7 +187,7 @@ class SenderLink:
 
 
 def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
-    """Store ``outgoing`` for receivers to fetch. Waits for no receiver and excludes none.
+    """Store ``outgoing`` for receivers to fetch. Waits only if they are reading all older files.
 
     The outcome counts the receivers that had joined. If writing fails, the version before stays available.
     """
@@ -210,8 +217,9 @@ class Transaction:
 
     A round proposes the version to all wanted members that lack it, waits until they are ready, sends, and collects
     their votes. Members that are late, silent or got corrupt bytes are excluded; late new members are postponed. The
-    round commits if at least one vote is "whole" and none is "torn". So an error on the sender's side does not abort
-    the round by itself: if every receiver has got all bytes, it commits. Otherwise another round follows.
+    round commits if at least one vote is "whole" and none is "torn". So a broken transfer on the sender's side does not
+    abort the round by itself: it commits if receivers have got all bytes. Otherwise another round follows. Any other
+    error on the sender's side gives the version up.
     """
 
     def __init__(self, link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> None:
@@ -224,7 +232,7 @@ class Transaction:
         self._source_consumed = False  # whether the source was read and cannot be read again
 
     def run(self) -> CommitOutcome:
-        """Repeat rounds until each member has the version, or is excluded or postponed.
+        """Repeat rounds until one commits, or no member is left to propose to.
 
         If this raises, waiting receivers get the reason at once.
         """
@@ -243,7 +251,7 @@ class Transaction:
 
     def _repeat_rounds(self) -> None:
         """Run rounds until one commits or no member is left. Failing receivers cost a bounded time."""
-        # without_culprit counts the rounds after which nobody was excluded, postponed or gone
+        # without_culprit counts the rounds after which no new name was excluded, and nobody was postponed or gone
         begin, without_culprit, rounds = time.monotonic(), 0, 0
         passed_s, timeout_s = 0.0, self._link.limits.timeout_s
         if self._outgoing.to is not None:
@@ -266,14 +274,14 @@ class Transaction:
             f"version {self._outgoing.version} could not be sent",
             why=f"{rounds} attempts failed in {passed_s:.0f} s, {without_culprit} of them although every receiver "
             f"answered; the last: {self._last_failure}",
-            fix="look at the connection between the machines, then publish again",
+            fix="look at the last failure and at the receivers' logs, then publish again",
         )
 
     def _awaited(self, passed_s: float) -> list[int]:
         """Return the members to propose the version to, ``passed_s`` seconds after the first proposal.
 
         After the patience for new members it leaves out new members that were never ready. After ``timeout_s`` it
-        leaves out all members that were never ready.
+        leaves out all members that were never ready. Those left out are neither excluded nor postponed.
         """
         link = self._link
         to = [
