@@ -1,4 +1,7 @@
-"""The ends of a weight link for ``async`` code. Each has its own thread, which makes the blocking calls."""
+"""The ends of a weight link for ``async`` code. Each has its own thread, which makes the blocking calls.
+
+Making an end connects and joins in the caller's thread, by a few round trips to the store.
+"""
 
 from __future__ import annotations
 

@@ -318,5 +318,5 @@ def _cannot_receive(name: str, why: str) -> LayoutMismatchError:
     return LayoutMismatchError(
         f"tensor {name!r} cannot be received in place",
         why=why,
-        fix="give WeightReceiver(into=…) tensors like the sender's, or receive without `into` and load the result",
+        fix="give the receiver tensors like the sender's, or receive without `into` and load the result",
     )

@@ -20,11 +20,12 @@ class Destination(Protocol):
     """Where a receiver puts the tensors of one layout, slab by slab.
 
     For each version the receiver calls ``begin``, then ``memory_for`` and ``unpack`` for each slab, then ``finish`` or
-    ``cancel``. ``memory_for`` and ``unpack`` only queue work on the current stream.
+    ``cancel``. If a stored version fails and the one before replaces it, ``begin`` comes again with neither between.
+    ``memory_for`` and ``unpack`` queue work on the current stream; ``unpack`` also blocks while a loader does.
     """
 
     slots: int | None
-    """How many slabs may be under way at once; None means any number."""
+    """How many slabs a transport may queue ahead; None means any number."""
 
     tensors: Mapping[str, torch.Tensor]
     """The newest version's tensors, in the sender's order; empty if a loader takes them."""
@@ -64,7 +65,7 @@ def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) 
 
 
 def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
-    """Return the most bytes that a receiver allocates for ``layout`` in addition to the tensors themselves."""
+    """Return the most bytes of the ring of a receiver with ``into`` or a loader. A double buffer has no ring."""
     largest = max((slab.nbytes for slab in layout.slabs), default=0)
     return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))
 
@@ -171,7 +172,10 @@ class TensorLoader(Protocol):
     """Takes a version tensor by tensor, as the weight loaders of engines do."""
 
     def begin(self) -> None:
-        """Prepare for a version. A cancelled version may have left a mixture of two versions."""
+        """Prepare for a version. A cancelled version may have left a mixture of two versions.
+
+        It may come twice in a row: if a stored version fails, the one before it may be loaded instead.
+        """
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
         """Take whole tensors, in the order of the slabs. The loader owns them; nothing overwrites them."""

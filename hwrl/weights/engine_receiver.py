@@ -62,7 +62,7 @@ class EngineReceiver:
         self._intakes: dict[tuple[str, str], WeightIntake] = {}
 
     def take(self, offer: WeightOffer) -> Taken:
-        """Receive ``offer``. Blocks until the sender has decided about it, about ``offer.limit_s`` at most.
+        """Receive ``offer``. Blocks until the sender has decided about it; ``offer.limit_s`` is for the caller's wait.
 
         Never raises an Exception, because other workers would wait for this one's result in vain. Call it only if the
         offer has a member for this receiver.
@@ -81,12 +81,12 @@ class EngineReceiver:
         return Taken(taken.number, taken.epoch, taken.version)
 
     def release(self) -> None:
-        """Free the rings; the next offer allocates them again."""
+        """Free the destinations; the next offer makes them again."""
         for intake in self._intakes.values():
             intake.release()
 
     def close(self) -> None:
-        """Close all connections and free the rings."""
+        """Close all connections and free the destinations."""
         for intake in self._intakes.values():
             intake.close()
         self._intakes.clear()
@@ -98,7 +98,9 @@ class EngineReceiver:
         proposal = intake.proposal(offer.proposal)
         if member is None or proposal is None:
             raise TransferFailedError(
-                f"proposal {offer.proposal} is over", why="its sender has gone on", fix="take a later offer"
+                f"proposal {offer.proposal} cannot be received",
+                why="its sender has gone on, or it is not for this receiver",
+                fix="take a later offer",
             )
         deadline, replica = time.monotonic() + offer.timeout_s, f"receiver {self._number}"
         try:

@@ -29,8 +29,8 @@ class WeightIntake:
     """Receives versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
 
     It does not join the link itself. The caller passes the member's number with each proposal
-    (:class:`~hwrl.weights.LinkRegistrations`). At most ``slabs`` slabs are under way at once. Use it from one thread,
-    on one device.
+    (:class:`~hwrl.weights.LinkRegistrations`). A transport that queues slabs ahead has at most ``slabs`` of each sender
+    under way. Use it from one thread, on one device.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WeightIntake:
         return self._channel.proposal(number)
 
     def prepare(self, proposal: Proposal) -> ChapteredDestination:
-        """Return the destination for the proposal's version, made once for each layout.
+        """Return the destination for the proposal's version, made again whenever the layout changes.
 
         Raises LayoutMismatchError if a tensor has no destination.
         """
@@ -69,9 +69,10 @@ class WeightIntake:
     ) -> Proposal | None:
         """Receive ``proposal``, whose transfer has begun, as ``member``; return the proposal that is complete here.
 
-        Returns None if the sender aborted the proposal. If a stored version is not complete, the stored version before
-        it may be received instead, if its number is above ``after``. Blocks as long as the sender's limits allow, or
-        until ``deadline`` for a stored version. Raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
+        Returns None if the sender aborted the proposal, or a newer stored version has replaced it. If a stored version
+        is lost, corrupt or never completed, the stored version before it may be received instead, if its number is
+        above ``after``. Blocks as long as the sender's limits allow, or until ``deadline`` for a stored version. Raises
+        the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
         """
         transport = self._transports[proposal.transport]
         try:

@@ -31,8 +31,8 @@ class Participant:
     def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
         """Receive the round's proposal; return the proposal that is complete here, or None.
 
-        If a stored version does not become complete, the stored version before it is received instead, if its number
-        is above ``after``. Raises TransferFailedError or CommTimeoutError.
+        If a stored version is lost, corrupt or never completed, the stored version before it is received instead, if
+        its number is above ``after``. Raises TransferFailedError or CommTimeoutError.
         """
         if not self._transport.keeps_versions:
             return self._take_part(receiving, sums, clock)

@@ -72,7 +72,7 @@ class WeightReceiver:
 
     With ``into`` or ``loader`` the old version is lost when a transfer begins. Then :attr:`version` is None until a
     transfer succeeds, and the tensors must not be used. Slabs that cannot be received directly into their tensors go
-    through a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes.
+    through a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and at least one slab.
 
     ``newest=False`` ignores the version that is already proposed and waits for later ones. ``transports`` must have the
     sender's transport. A restarted replica replaces the old one of its name. Use this from one thread; any thread may
@@ -109,7 +109,10 @@ class WeightReceiver:
         self._left = False  # whether it left the link, after it was cancelled or could not receive a tensor
 
     version: int | None
-    """The complete version here. None before the first, and after a failed transfer with ``into`` or ``loader``."""
+    """The newest version received here, also after :meth:`release`.
+
+    None before the first, and after a failed transfer with ``into`` or ``loader``.
+    """
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -132,7 +135,7 @@ class WeightReceiver:
         self._intake.release()
 
     def poll(self) -> int | None:
-        """Return the proposed version if this receiver lacks it, else None. Never blocks.
+        """Return the proposed version if this receiver has not taken the proposal, else None. Never blocks.
 
         Costs one short store round trip while nothing is new. Raises ReceiverExcludedError within half a second after
         this receiver was excluded.
@@ -166,7 +169,7 @@ class WeightReceiver:
             self._cancellation.reset()
 
     def cancel(self) -> None:
-        """Abort the receive of another thread, or the next one if there is none. Does not block.
+        """Abort the receive of another thread, or the next one if there is none. Does not wait for its end.
 
         A receive that waits ends within a fifth of a second. One that takes part in a transfer aborts it and leaves the
         link, so the sender repeats the transfer for the others. The next receive or poll joins again.

@@ -17,7 +17,7 @@ from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Tr
 from hwrl.weights.transports import TRANSPORTS
 
 _CHECK_S = 0.5
-"""How often waiting receivers check whether one of them was excluded."""
+"""How often :meth:`LinkRegistrations.poll` checks whether a member was excluded."""
 
 
 class LinkRegistrations:
@@ -68,7 +68,7 @@ class LinkRegistrations:
         self.numbers = ()
 
     def keeps_versions(self, proposal: Proposal) -> bool:
-        """Return whether the proposal's transport keeps versions, so that members fetch this one without the sender."""
+        """Return whether the proposal's transport keeps versions, so that members fetch this one by themselves."""
         return self._transports[proposal.transport].keeps_versions
 
     def poll(self) -> Proposal | None:
@@ -114,7 +114,7 @@ class LinkRegistrations:
             self.channel.wait_for_proposal(newest + 1, timeout_s=min(self._timing.look_s, left_s))
 
     def begin(self, proposal: Proposal) -> int:
-        """Record that ``proposal`` is taken or ignored; return the number that undoes this (:meth:`undo`)."""
+        """Count all proposals up to this one as handled. Return the previous limit, for :meth:`undo`."""
         after, self._done = self._done, proposal.number
         return after
 
@@ -146,7 +146,10 @@ class LinkRegistrations:
             return members[0].wait_for_start() is Start.GO
 
     def next_deadline(self, proposal: Proposal, deadline: float) -> float:
-        """Return how long to wait after the aborted ``proposal``: the sender may need its time for the next one."""
+        """Return the later deadline after the aborted ``proposal``, for the sender may need its time for the next one.
+
+        Both are on the monotonic clock.
+        """
         limits = Limits(proposal.timeout_s, self._timing.slack_s)
         return max(deadline, time.monotonic() + limits.start_s)
 
@@ -161,8 +164,8 @@ class LinkRegistrations:
     def _proposal_for_us(self, number: int) -> Proposal | None:
         """Return proposal ``number`` if it is new and a member takes part in it, else None.
 
-        The epoch is not checked for a stored version. It is complete without its sender, so a receiver may take it from
-        a deposed sender; a newer proposal replaces it.
+        The epoch is not checked for a stored version. A receiver may take it from a deposed sender as long as its file
+        can be opened; a newer proposal replaces it.
         """
         if number <= self._done:
             return None

@@ -106,9 +106,9 @@ class StreamReceiver:
 
     Options and use are those of :class:`~hwrl.weights.WeightReceiver`, with these differences. There is no ``into`` and
     no ``loader``, and :meth:`stream` replaces ``receive``. The receiver holds a ring of at most ``slabs`` slabs and
-    ``ring_nbytes`` bytes, the tensors of which only a part has arrived, and the tensors of one slab until the caller
-    takes them. The caller's old version is lost when tensors arrive, so :attr:`version` is None until the decision.
-    While the caller does not iterate, the sender waits, up to its ``timeout_s``.
+    ``ring_nbytes`` bytes (but one slab at least), tensors that have arrived in part, and the tensors of one slab until
+    the caller takes them. The caller's old version is lost when tensors arrive, so :attr:`version` is None until the
+    decision. While the caller does not iterate, the sender waits, up to its ``timeout_s``.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class StreamReceiver:
     def stream(self, *, timeout_s: float = 60.0) -> IncomingVersion:
         """Begin to receive the newest proposed version in a thread. Use the result in a ``with`` statement.
 
-        ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Use the tensors on the
-        device stream that is current at the first call. A new call closes the iterator of the call before.
+        ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Make every call with the
+        same current device stream, and use the tensors on it. A new call closes the iterator of the call before.
         """
         self._close_stream()
         queue = self._loader.queue = TensorQueue()
