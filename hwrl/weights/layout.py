@@ -86,14 +86,14 @@ class WeightLayout:
 
     There are two kinds of layouts:
 
-    - For separate tensors. A tensor of at least ``own_nbytes`` (at most a slab) gets slabs of its own, so it can be
-      sent in place. Smaller tensors share slabs.
+    - For separate tensors. A tensor of ``own_nbytes`` or more shares no slab, so it can be sent from where it is.
+      ``own_nbytes`` never exceeds a slab's size. Smaller tensors share slabs.
     - Flat, for tensors that are contiguous in one storage. They share slabs whatever their size, and each slab can be
       sent in place. These slabs are twice as large.
 
     Tensors in a shared slab begin at multiples of ``alignment`` bytes. A tensor larger than a slab is divided by bytes.
-    Tied tensors (same storage, offset, shape and stride) are counted once. A slab of small tensors stays open while
-    large tensors follow, so slabs are in the order of their last tensor. Immutable; equal layouts have equal hashes.
+    Tied tensors (same storage, offset, shape and stride) are counted once. A large tensor does not close the shared
+    slab before it, so slabs are sorted by their last tensor. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -137,7 +137,9 @@ class WeightLayout:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise _malformed(f"it is not JSON ({type(exc).__name__})") from exc
+            raise _malformed(
+                f"it is not JSON ({type(exc).__name__})" if text else "the store does not have it"
+            ) from exc
         if not isinstance(found, dict) or found.keys() != {"format", *_KEYS, "tensors"}:
             raise _malformed(f"its keys are not format, {', '.join(_KEYS)} and tensors")
         if found["format"] != _FORMAT:

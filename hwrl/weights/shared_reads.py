@@ -134,9 +134,9 @@ class SharedReads:
         text = json.dumps(message).encode()
         if len(text) > _MESSAGE_NBYTES:
             raise ConfigError(
-                "the name of a weight link is too long",
+                "the message about a read is too long",
                 why=f"{message} has {len(text)} bytes, and the limit is {_MESSAGE_NBYTES}",
-                fix="use a shorter name",
+                fix="use a shorter name for the link, or fewer sources in one read",
             )
         words = torch.frombuffer(bytearray(text.ljust(_MESSAGE_NBYTES)), dtype=torch.uint8)
         words = words.to(self.group.backend.device())

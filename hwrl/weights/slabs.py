@@ -42,7 +42,7 @@ class TensorReader:
         self.layout, self._source = layout, source
         self._numbers = range(len(layout.entries)) if shares is None else shares.entries_of(share)
         self._others = frozenset[str]() if shares is None else shares.names_beside(share)
-        self._iteration: Iterator[NamedTensor] | None = None  # None before the first read; then close() reads nothing
+        self._iteration: Iterator[NamedTensor] | None = None  # while None, nothing was read, and close() reads nothing
         self.source_holds = source.holds_tensors
         """Whether the caller keeps all tensors alive until the transfer ends."""
         self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
@@ -226,7 +226,10 @@ class SlabRing:
         return lease
 
     def lease(self, index: int) -> SlabLease:
-        """Return a ring slot for slab ``index``, when the operation that uses it is done."""
+        """Return a ring slot for slab ``index``, after the operation that uses it.
+
+        With streams this orders the current stream; without, it blocks until the operation is done.
+        """
         slot = self._next_slot(index)
         return SlabLease(index, slot.memory[: self.layout.slabs[index].nbytes], slot, slot.generation)
 

@@ -275,8 +275,8 @@ class WeightShard:
 class _Gathering:
     """A tensor that is being gathered. On a rank that needs it, ``whole`` is the tensor.
 
-    Each shard is received into a buffer: its slice of ``whole`` if that is contiguous, else a temporary. On the other
-    ranks ``sent`` keeps the shard alive while it is sent.
+    Each shard is received into a buffer: its slice of ``whole`` if that is contiguous, else a temporary. ``sent`` keeps
+    this rank's shard alive while it is sent to other ranks.
     """
 
     name: str
@@ -287,7 +287,7 @@ class _Gathering:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank holds for it."""
+        """The bytes that this rank holds for it, without temporary buffers."""
         return sum(0 if tensor is None else tensor.nbytes for tensor in (self.whole, self.sent))
 
 

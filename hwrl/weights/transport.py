@@ -57,15 +57,16 @@ class TransportSender(Protocol):
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         """Move the tensors of ``reader``, then the checksums. Raises CommError if the transfer broke.
 
-        Measure from the first tensor on with ``clock.span``, after connecting. Weights that can be read only once come
-        in chapters, with one call for each; ``reader.layout`` then differs from the context's layout. The receivers
-        must have read all transport notes of the chapter when this returns.
+        Measure from the first tensor on with ``clock.span``, after connecting. An iterator that comes before the layout
+        is planned is sent in chapters if it is large, with one call for each; ``reader.layout`` then differs from the
+        context's layout. The receivers must have read all transport notes of the chapter when this returns.
         """
 
     def abort(self) -> None:
-        """Abort all operations under way, here and at the receivers. Does not block.
+        """End the operations under way, here and at the receivers, as far as the transport can.
 
-        Any thread may call this, repeatedly, and even while ``send`` is still connecting.
+        Waits for no peer, unless its library cannot abort an operation. Any thread may call this, repeatedly, and even
+        while ``send`` is still connecting.
         """
 
     def end_round(self, sending: SenderRound) -> None:
@@ -81,7 +82,7 @@ class TransportSender(Protocol):
         """Free device memory; the next round allocates it again."""
 
     def close(self) -> None:
-        """Free all memory and connections."""
+        """Free all memory and connections. Called last, after :meth:`abort`, and often after :meth:`release`."""
 
 
 class TransportReceiver(Protocol):
@@ -98,7 +99,7 @@ class TransportReceiver(Protocol):
         """
 
     def abort(self) -> None:
-        """Abort all operations under way, if there are any. Any thread may call this, and repeatedly."""
+        """End the operations under way, as far as the transport can. Any thread may call this, and repeatedly."""
 
     def close(self) -> None:
         """Free all memory and connections."""
@@ -126,7 +127,10 @@ class SenderContext:
 
 @dataclass(frozen=True)
 class ReceiverContext:
-    """What a receiver gives its transports. At most ``slabs`` slabs are under way; a destination may allow fewer."""
+    """What a receiver gives its transports.
+
+    A transport that queues slabs ahead has at most ``slabs`` of each sender under way; a destination may allow fewer.
+    """
 
     store: Store
     backend: Backend
@@ -140,8 +144,8 @@ class Transport:
     Code that treats transports differently reads these facts, and never a transport's name:
 
     - ``keeps_versions``: a version is stored, the sender goes on, and each receiver fetches it when it is ready. If
-      False, all receivers take part in each transfer and commit together.
-    - ``packs_large_tensors``: the layout should pack all tensors smaller than a slab.
+      False, the receivers take part in each transfer, and one decision commits it for all with a whole copy.
+    - ``packs_large_tensors``: all tensors smaller than a slab share slabs. Larger ones have their own in any case.
     - ``several_senders``: the ends can divide the slabs among senders. The sender and ``hwrl train`` read it.
     - ``across_machines``: the two ends may be on different machines. ``hwrl train`` reads it to place processes.
     - ``forms_groups``: both ends join a process group. The conformance kit reads it.
@@ -173,7 +177,7 @@ class SenderRound:
         self.seen: set[int] = set()
         """The members that have been ready in this round."""
         self.votes_counted = False
-        """Whether the votes were counted; from then on no receiver uses the sender's memory."""
+        """Whether the votes were counted. An excluded receiver without a vote may still use the sender's memory."""
         self._chapter = self._chapter_notes = 0
         self._channel, self._membership = channel, membership
 
@@ -269,7 +273,7 @@ class SenderRound:
             if stopped and missing(late, 0.0):  # it may have written the note just before its vote
                 raise CommError(
                     "a receiver stopped reading",
-                    why=f"one of {late} left or voted before it wrote {key!r}",
+                    why=f"a receiver left, or one of {late} voted before it wrote {key!r}",
                     fix="look at its log",
                 )
         if late:

@@ -68,8 +68,9 @@ class Lanes:
         return group.broadcast(memory, src=0, async_op=True)
 
     def close(self) -> None:
-        """Abort the operations under way, here and at the peers, and close the groups. Does not wait for the peers.
+        """Abort the operations under way, here and at the peers, and close the groups.
 
+        Waits for the peers only if the library cannot abort.
         Closing without an abort could block: it is a collective operation, and a dead peer never joins it.
         """
 

@@ -87,7 +87,8 @@ class HostSender:
     def _renew_events(self) -> None:
         """Make an event for each slab of the next version, because the ring still waits for this version's events.
 
-        On some devices a queued wait would follow the later record of the same event.
+        Some devices bind a queued wait to the event's latest record. Reusing an event would make an old wait wait for
+        the new version.
         """
         self._copied = [self._backend.event() for _ in self._layout.slabs]
         self._packed = [self._backend.event() for _ in self._layout.slabs]

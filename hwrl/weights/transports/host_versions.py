@@ -147,7 +147,10 @@ def _path(payload: HostPayload, slot: int) -> str:
 
 
 def _open(proposal: Proposal, slot: int) -> int:
-    """Open the file. The payload comes from the store, so this opens nothing that a sender of this user cannot make."""
+    """Open the file if it is a memory file, or in a private directory, such as this user's senders make.
+
+    The payload comes from the store, so its paths are not trusted.
+    """
     payload = payload_of(proposal)
     try:
         return _open_in_directory(payload, slot) if payload.directory else _open_in_memory(payload, slot)
@@ -230,7 +233,10 @@ class VersionFile:
     # -- the writer -------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
-        """Give the file to proposal ``number``, without any slab. Return False if a receiver is reading the file."""
+        """Assign the file to proposal ``number`` and set its count of finished slabs to 0.
+
+        Return False if a receiver is reading the file.
+        """
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

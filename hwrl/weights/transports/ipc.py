@@ -1,8 +1,9 @@
 """The ipc transport: receivers on the same host open the sender's device memory and copy from it.
 
-Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So tensors that fit
-into a slab are packed into a ring, which receivers open once. A window is a batch of slabs that receivers may read at
-the same time. They copy one window while the sender fills the next.
+Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So slabs of several
+tensors are packed into a ring, unless their tensors are contiguous in one storage. Receivers open the ring once for
+each round, or chapter of it. A window is a batch of slabs that receivers may read at the same time. They copy one
+window while the sender fills the next.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _window_key(number: int) -> str:
 
 
 def _copied_key(number: int) -> str:
-    """Return the key of a receiver's note: it has copied window ``number`` and closed its memory, except the ring."""
+    """Return the key of a receiver's note: it has copied window ``number``, and holds only memory for later windows."""
     return f"copied/{number}"
 
 
@@ -57,8 +58,9 @@ class IpcPayload(TransportPayload):
 class IpcSender:
     """Packs tensors into a ring of ``slabs`` slabs, and tells receivers where to read. Large tensors are read in place.
 
-    Tensors that are read in place are held until every receiver has copied their window or has voted. At most two
-    windows are under way. Each has half of the ring's slots, or as many bytes of other memory.
+    Tensors that are read in place are held until every receiver has copied their window or has voted; after a failure
+    ``votes_s`` at most. Two windows are under way at most, and perhaps a third with only the checksums. Each has half
+    of the ring's slots, or as many bytes of other memory.
     """
 
     def __init__(self, context: SenderContext) -> None:
@@ -114,7 +116,7 @@ class IpcSender:
             sending.tell(_window_key(self._shown), json.dumps({"kind": WindowKind.ABORTED}))
 
     def end_round(self, sending: SenderRound) -> None:
-        """Drop the lent memory when no receiver reads it or a limit has passed, and delete the notes."""
+        """Drop the lent memory and delete the notes. Wait ``votes_s`` at most for votes, if they were not counted."""
         try:
             if self._under_way and not sending.votes_counted:  # the sender failed, and receivers are about to learn it
                 sending.wait_for_votes(self._limits.votes_s)
@@ -369,8 +371,10 @@ def _part(memories: list[torch.Tensor], number: int, offset: int, nbytes: int) -
 
 
 def _unreadable(why: str) -> TransferFailedError:
-    return TransferFailedError("the sender's memory cannot be opened", why=why, fix="use the same hwrl on both sides")
+    return TransferFailedError(
+        "the sender's note about its memory is wrong", why=why, fix="use the same hwrl on both sides"
+    )
 
 
-# Receivers must open each tensor that is read in place, so all tensors that fit into a slab are packed.
+# Receivers must open memory that is read in place, so all tensors smaller than a slab share slabs.
 IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True, lends_device_memory=True)
