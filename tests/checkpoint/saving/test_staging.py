@@ -230,6 +230,7 @@ def test_what_has_no_room_on_the_device_is_staged_on_the_host(
         report = manager.save(1, state)
         for tensor in state.values():
             tensor.zero_()
+    with CheckpointManager(tmp_path, backend=Roomy()) as manager:
         assert manager.resume(state) is not None
     assert (report.cloned_nbytes, report.staged_nbytes) == ((0, 4400) if full else (400, 4000))
     assert f"{report.staged_nbytes} bytes of the state do not fit on the device" in caplog.text
