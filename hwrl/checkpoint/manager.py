@@ -202,7 +202,7 @@ class CheckpointManager:
         if previous_error is not None and len(self._agreement.ranks) == 1:
             raise previous_error
         waited_until_s = time.perf_counter()
-        with self._refusing(call, step, previous_error):
+        with _noting(previous_error), self._refusing(call, step):
             captured = CapturedSave(
                 call=call,
                 step=_count("step", step),
@@ -224,18 +224,13 @@ class CheckpointManager:
         return _report(captured.state, self._staging, waited_s=waited_until_s - started_s, blocked_s=blocked_s)
 
     @contextlib.contextmanager
-    def _refusing(self, call: int, step: int, previous_error: Exception | None) -> Iterator[None]:
-        """If the block raises an error, raise it on the other ranks, too: they wait for this rank.
-
-        Note ``previous_error`` on it, because no later call raises ``previous_error``.
-        """
+    def _refusing(self, call: int, step: int) -> Iterator[None]:
+        """If the block raises an error, raise it on the other ranks, too: they wait for this rank."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - refuse raises the error again
-            _note_previous(exc, previous_error)
             self._saver.refuse(call, step, exc)
         except BaseException as exc:
-            _note_previous(exc, previous_error)
             with contextlib.suppress(Exception):
                 self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
             raise
@@ -414,9 +409,15 @@ def _log_failure(saving: Future[None]) -> None:
         _log.error("a save in the background failed: %s", error)
 
 
-def _note_previous(exc: BaseException, previous_error: Exception | None) -> None:
-    if previous_error is not None:
-        exc.add_note(f"The previous save failed, too: {previous_error}")
+@contextlib.contextmanager
+def _noting(previous_error: Exception | None) -> Iterator[None]:
+    """Note ``previous_error`` on an error of the block, because no later call raises ``previous_error``."""
+    try:
+        yield
+    except BaseException as exc:
+        if previous_error is not None:
+            exc.add_note(f"The previous save failed, too: {previous_error}")
+        raise
 
 
 def _count(name: str, value: Any) -> int:

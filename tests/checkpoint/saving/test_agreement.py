@@ -343,12 +343,17 @@ def test_torchs_own_group_is_refused_and_the_call_that_is_named_helps(tmp_path: 
     on_ranks(_give_torchs_group, 2, tmp_path)
 
 
-def _fail_twice(group: Group, directory: Path) -> str:
+def _fail_twice(group: Group, directory: Path) -> list[str]:
+    unsavable: Any = {"weight": torch.ones(4), "custom": Custom()}, None
+    return [_fail_again(group, directory / str(number), state) for number, state in enumerate(unsavable)]
+
+
+def _fail_again(group: Group, directory: Path, unsavable: Any) -> str:
     """The save of step 1 fails on all ranks, in the background. Then rank 0 cannot capture step 2."""
     with open_manager(group, directory, async_save=True, fs=FullOnce(group.rank)) as manager:
         manager.save(1, {"weight": torch.ones(4)})
         with pytest.raises(CheckpointSaveError) as caught:
-            manager.save(2, {"weight": torch.ones(4), "custom": Custom()} if group.rank == 0 else {})
+            manager.save(2, unsavable if group.rank == 0 else {})
         with contextlib.suppress(CheckpointSaveError):  # rank 1 also learns of rank 0's error
             manager.wait()
     return "\n".join([caught.value.what, *getattr(caught.value, "__notes__", [])])
@@ -356,8 +361,9 @@ def _fail_twice(group: Group, directory: Path) -> str:
 
 def test_the_error_of_the_last_save_is_noted_on_a_newer_one(tmp_path: Path) -> None:
     newer, pending = on_ranks(_fail_twice, 2, tmp_path)
-    assert "state 'custom' cannot be saved" in newer and "The previous save failed, too: step 1 was not saved" in newer
-    assert "step 1 was not saved" in pending
+    for text, what in zip(newer, ("state 'custom' cannot be saved", "step 2 was not saved"), strict=True):
+        assert what in text and "The previous save failed, too: step 1 was not saved" in text
+    assert all("step 1 was not saved" in text for text in pending)
 
 
 # -- a resume ---------------------------------------------------------------------------------------------------
