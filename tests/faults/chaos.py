@@ -113,6 +113,7 @@ class _Injector:
         """Return when all replicas run again: the continuation of the run needs both hosts."""
         until_s = time.monotonic() + HUNG_S
         while self.chaos.run.last_metrics()["rollout/replicas"] < REPLICAS:
+            require(self.chaos.run.process.poll() is None, "the run ended while it waited for a replica")
             require(time.monotonic() < until_s, f"after {HUNG_S:.0f} s a replica is still missing")
             supervise(self.chaos)
             time.sleep(0.25)
