@@ -27,9 +27,10 @@ EVERY_S = 20.0
 HUNG_S = 150.0
 """The longest time without a step: a lost host is noticed after 10 s, and the trainer may start twice."""
 _MOST_STEPS = 20_000
+_LAST_STEPS = 20
 _WINDOW = 50
 _NOISE = 0.02
-"""The reward may differ by so much beside three times its spread: the runs draw different samples."""
+"""The reward may differ by so much beside three standard errors: the runs draw different samples."""
 _CANNOT_RUN = 77
 WORDS = [
     "goals={}",
@@ -152,7 +153,7 @@ def _row(record: Record) -> str:
 TITLES = "| at s | fault | named after s | a whole step after s | first line about it |\n|---|---|---|---|---|"
 
 
-def chaos_run(seconds: float, *, seed: int) -> tuple[int, RewardCurve, list[Record]]:
+def chaos_run(seconds: float, *, seed: int) -> tuple[int, Rewards, list[Record]]:
     """Run with faults for ``seconds``; return the steps, the rewards, and the faults.
 
     Raises FellError if the run breaks a promise.
@@ -168,7 +169,7 @@ def chaos_run(seconds: float, *, seed: int) -> tuple[int, RewardCurve, list[Reco
         name_end(130, run.output())
         check_accounts(run.directory, steps=len(again.metrics()), batch=BATCH, max_staleness=1)
         wait_until_no_actors(chaos.network)
-        return steps, RewardCurve.of(run, steps), injector.records
+        return steps, Rewards.of(run, steps), injector.records
 
 
 def short_run(seconds: float, *, names: Sequence[str]) -> list[Record]:
@@ -205,13 +206,13 @@ def _started(words: list[str], draw: random.Random) -> Iterator[tuple[Chaos, Hos
             run.close()
 
 
-def undisturbed_run(steps: int) -> RewardCurve:
+def undisturbed_run(steps: int) -> Rewards:
     """Run ``steps`` steps without faults; return the rewards."""
     with ray_hosts(count=2, cpus=CPUS, prompts=4096) as (network, work):
         run = HostRun(network.hosts[0], work, *WORDS, f"train.steps={_MOST_STEPS}", **network.environment)
         try:
             run.wait_for_step(steps, timeout_s=3600.0)
-            return RewardCurve.of(run, steps)
+            return Rewards.of(run, steps)
         finally:
             stop_driver(network)
             with suppress(Exception):
@@ -220,36 +221,30 @@ def undisturbed_run(steps: int) -> RewardCurve:
 
 
 @dataclass(frozen=True)
-class RewardCurve:
-    """The mean rewards of a run's windows of ``_WINDOW`` steps; the last window ends with the last step."""
+class Rewards:
+    """The mean reward of each step of a run."""
 
-    windows: tuple[float, ...]
+    steps: tuple[float, ...]
 
     @classmethod
-    def of(cls, run: HostRun, steps: int) -> RewardCurve:
-        rewards = [line["reward/mean"] for line in run.metrics()[:steps]]
-        ends = range(len(rewards), _WINDOW - 1, -_WINDOW)
-        return cls(tuple(statistics.mean(rewards[end - _WINDOW : end]) for end in reversed(ends)))
+    def of(cls, run: HostRun, steps: int) -> Rewards:
+        return cls(tuple(line["reward/mean"] for line in run.metrics()[:steps]))
 
     @property
     def last(self) -> float:
-        return self.windows[-1]
+        """The mean of the last ``_LAST_STEPS`` steps."""
+        return statistics.mean(self.steps[-_LAST_STEPS:])
 
     @property
-    def spread(self) -> float:
-        """The standard deviation of a window's mean in the second half of the run.
-
-        It comes from the differences of neighbours (von Neumann), so that learning does not count. The error of a mean
-        within one window would be too small: all its steps have nearly the same weights.
-        """
-        require(len(self.windows) > 3, f"{len(self.windows)} windows of {_WINDOW} steps tell no spread")
-        second_half = self.windows[len(self.windows) // 2 :]
-        squares = [(after - before) ** 2 for before, after in itertools.pairwise(second_half)]
-        return math.sqrt(statistics.mean(squares) / 2)
+    def error(self) -> float:
+        """The standard error of :attr:`last`."""
+        last = self.steps[-_LAST_STEPS:]
+        return statistics.stdev(last) / math.sqrt(len(last))
 
     def __str__(self) -> str:
-        every = max(1, len(self.windows) // 20)
-        return " ".join(f"{mean:.2f}" for mean in self.windows[::-1][::every][::-1])
+        """Return the means of each ``_WINDOW`` steps."""
+        windows = (self.steps[begin : begin + _WINDOW] for begin in range(0, len(self.steps), _WINDOW))
+        return " ".join(f"{statistics.mean(window):.2f}" for window in windows)
 
 
 def judge(seconds: float, *, seed: int) -> str:
@@ -258,7 +253,7 @@ def judge(seconds: float, *, seed: int) -> str:
     steps, disturbed, records = chaos_run(seconds, seed=seed)
     undisturbed = undisturbed_run(steps)
     print(f"reward with faults: {disturbed}\nundisturbed: {undisturbed}", flush=True)
-    noise = _NOISE + 3 * (disturbed.spread**2 + undisturbed.spread**2) ** 0.5
+    noise = _NOISE + 3 * (disturbed.error**2 + undisturbed.error**2) ** 0.5
     result = (
         f"{len(records)} faults in {seconds:.0f} s, {steps} steps, every prompt once, no hang; reward "
         f"{disturbed.last:.3f}, undisturbed {undisturbed.last:.3f}, noise {noise:.3f}; the slowest step after a fault "
