@@ -16,43 +16,40 @@ import pytest
 
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Backend
-from hwrl.testing.levels import Level
-from hwrl.testing.processes import preload
-from hwrl.testing.report import CheckResult, KitReport
-from hwrl.testing.subject import Subject
-
-pytest.register_assert_rewrite("hwrl.testing.contracts")
-
-from hwrl.testing.contracts.comm import CommContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.compute import ComputeContract, KernelsContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.device import (  # noqa: E402 - after the line above
+from hwrl.testing.contracts.comm import CommContract
+from hwrl.testing.contracts.compute import ComputeContract, KernelsContract
+from hwrl.testing.contracts.device import (
     CapabilityContract,
     DeviceContract,
     DeviceMapContract,
 )
-from hwrl.testing.contracts.ipc import DeviceIpcContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.memory import (  # noqa: E402 - after the line above
+from hwrl.testing.contracts.ipc import DeviceIpcContract
+from hwrl.testing.contracts.memory import (
     DeviceMemoryContract,
     OffloadContract,
     PinnedMemoryContract,
     RegisteredMemoryContract,
 )
-from hwrl.testing.contracts.plugin import PluginContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.rollout_engine import (  # noqa: E402 - after the line above
+from hwrl.testing.contracts.plugin import PluginContract
+from hwrl.testing.contracts.rollout_engine import (
     RolloutContract,
     RolloutNumbersContract,
     RolloutReceiversContract,
     RolloutSleepContract,
 )
-from hwrl.testing.contracts.run import RunContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.train_engine import (  # noqa: E402 - after the line above
+from hwrl.testing.contracts.run import RunContract
+from hwrl.testing.contracts.train_engine import (
     TrainNumbersContract,
     TrainOffloadContract,
     TrainRanksContract,
     TrainStateContract,
 )
-from hwrl.testing.contracts.transfers import TransferContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.weights import TransportContract, WeightsContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.transfers import TransferContract
+from hwrl.testing.contracts.weights import TransportContract, WeightsContract
+from hwrl.testing.levels import Level
+from hwrl.testing.processes import preload
+from hwrl.testing.report import CheckResult, KitReport
+from hwrl.testing.subject import Subject
 
 __all__ = [
     "CapabilityContract",

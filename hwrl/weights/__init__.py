@@ -11,12 +11,12 @@ travel by a transport. One round of a version::
                                                <-- READY
     START      go, or withdrawn                -->
     transfer   slabs, then checksums           ==> compare the checksums
-                                               <-- VOTE      whole, corrupt or torn
+                                               <-- VOTE      whole, corrupt, torn, failed
     DECISION   committed, again or given up    -->
 
-If a round does not commit, another one may follow, without the receivers that were late, silent or got corrupt bytes.
-A receiver that voted "torn" stays. The host transport has no READY, START, VOTE and DECISION: the sender stores the
-version, and each receiver fetches it when it is ready.
+If a round does not commit, another one may follow, without the receivers that were late, silent, got corrupt bytes or
+failed by themselves. A receiver that voted "torn" stays. The host transport has no READY, START, VOTE and DECISION: the
+sender stores the version, and each receiver fetches it when it is ready.
 
 The objects on the way, from the user's call to the memory:
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
 from hwrl.comm import PrefixStore, Store, await_keys, clone_store
-from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
+from hwrl.errors import CommError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError, in_one_line
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.store_keys import StoreKeys
 
@@ -55,7 +55,14 @@ class VoteKind(StrEnum):
     CORRUPT = "corrupt"
     """Other bytes arrived than were sent."""
     TORN = "torn"
-    """The transfer broke, or the receiver raised an error."""
+    """The transfer broke."""
+    FAILED = "failed"
+    """The receiver raised an error of its own, in its loader or for lack of memory. The transfer broke, too."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the receiver has ended its part of the transfer before the last byte."""
+        return self in (VoteKind.TORN, VoteKind.FAILED)
 
 
 class DecisionKind(StrEnum):
@@ -77,6 +84,14 @@ class Vote:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Vote:
+        """Return the vote of a receiver whose part ended with ``error``."""
+        if isinstance(error, CommError):
+            return cls(VoteKind.TORN, error.what)
+        kind = VoteKind.TORN if isinstance(error, TransferFailedError) else VoteKind.FAILED
+        return cls(kind, in_one_line(error))
 
     @classmethod
     def read(cls, text: bytes) -> Vote:

@@ -8,7 +8,7 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
+from hwrl.weights.control import ControlChannel, Proposal, Vote
 from hwrl.weights.destination import ChapteredDestination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
@@ -79,7 +79,7 @@ class WeightIntake:
             layout, destination, sums = self._prepare(proposal)
         except BaseException as exc:
             if not transport.keeps_versions:  # at once, because the other receivers wait for this vote
-                self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
+                self._channel.cast_vote(proposal, member, Vote.of_error(exc))
             raise
         receiving = ReceiverRound(
             proposal, self._channel, member, replica, self._timing, self._cancellation, layout, deadline

@@ -73,8 +73,12 @@ class Membership:
 
     def names(self) -> tuple[str, ...]:
         """Return the replica names of the members, in join order."""
+        return self.names_of(sorted(self.members))
+
+    def names_of(self, members: Collection[int]) -> tuple[str, ...]:
+        """Return the replica names of ``members``, without those that have left."""
         with self._lock:
-            return tuple(name for _, name in sorted(self.members.items()))
+            return tuple(self.members[member] for member in members if member in self.members)
 
     def absent(self, replicas: Collection[str]) -> list[str]:
         """Return the names among ``replicas`` that have not joined."""

@@ -63,9 +63,9 @@ class Participant:
                 return Vote(VoteKind.TORN, "a newer version replaced it")
             return self._receive_chapters(receiving, sums.compare(theirs), clock)
         except CommError as exc:
-            return Vote(VoteKind.TORN, exc.what)
+            return Vote.of_error(exc)
         except BaseException as exc:  # at once, because the other receivers wait for this vote
-            receiving.cast(Vote(VoteKind.TORN, type(exc).__name__))
+            receiving.cast(Vote.of_error(exc))
             raise
 
     def _receive_chapters(self, receiving: ReceiverRound, vote: Vote, clock: StageClock) -> Vote:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ class TransferReport:
     :class:`~hwrl.weights.Received` has ``wait``, too.
 
     ``receivers`` counts the members that have voted "whole"; with the host transport, the members when the version was
-    stored. ``excluded`` maps replicas that were excluded or have not joined to the reason.
+    stored. ``excluded`` maps replicas that were excluded or have not joined to the reason. Those ``left_out`` have
+    joined, but were not ready in time or have joined again after a failure; they get the next version.
     """
 
     version: int
@@ -33,6 +34,7 @@ class TransferReport:
     seconds: Mapping[str, float]
     receivers: int
     excluded: Mapping[str, str]
+    left_out: Sequence[str] = ()
     transfer_s: float = 0.0
 
 

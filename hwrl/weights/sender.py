@@ -149,7 +149,7 @@ class WeightSender:
                 drain(weights)
         self.version, self._content = version, content
         nbytes = link.layout.payload_nbytes
-        return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
+        return TransferReport(version, nbytes, clock.seconds, *outcome, clock.span_s())
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.

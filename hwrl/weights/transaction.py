@@ -54,11 +54,13 @@ class OutgoingVersion:
 class CommitOutcome(NamedTuple):
     """The number of receivers with the version, and the reason for each replica that was excluded or has not joined.
 
-    A receiver counts if it has voted "whole". Of a stored version all members count.
+    A receiver counts if it has voted "whole". Of a stored version all members count. The members ``left_out`` are
+    still in the link, and get the next version.
     """
 
     receivers: int
     excluded: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 class SendFailure(NamedTuple):
@@ -216,10 +218,10 @@ class Transaction:
     """The two-phase commit of one version, over the transport of ``link``. The coordinator of the commit.
 
     A round proposes the version to all wanted members that lack it, waits until they are ready, sends, and collects
-    their votes. Members that are late, silent or got corrupt bytes are excluded; late new members are postponed. The
-    round commits if at least one vote is "whole" and none is "torn". So a broken transfer on the sender's side does not
-    abort the round by itself: it commits if receivers have got all bytes. Otherwise another round follows. Any other
-    error on the sender's side gives the version up.
+    their votes. Members that are late, silent, got corrupt bytes or failed by themselves are excluded; late new members
+    are postponed. The round commits if at least one vote is "whole" and none is "torn". So a broken transfer on the
+    sender's side does not abort the round by itself: it commits if receivers have got all bytes. Otherwise another
+    round follows. Any other error on the sender's side gives the version up.
     """
 
     def __init__(self, link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> None:
@@ -228,6 +230,8 @@ class Transaction:
         self._seen: set[int] = set()  # members that were ready in some round
         self._postponed: set[int] = set()  # new members that do not get this version
         self._excluded: dict[str, str] = {}
+        self._failed: set[str] = set()  # names that failed: they get a later version, also if they join again
+        self._names: dict[int, str] = {}  # of the members so far, also if they have left since
         self._last_failure = ""
         self._source_consumed = False  # whether the source was read and cannot be read again
 
@@ -241,7 +245,9 @@ class Transaction:
         except BaseException as exc:
             self.give_up(exc)
             raise
-        return CommitOutcome(self._link.membership.count_with(self._outgoing.content), self._excluded)
+        membership, content = self._link.membership, self._outgoing.content
+        lacking = membership.names_of(membership.lacking(content, self._outgoing.to))
+        return CommitOutcome(membership.count_with(content), self._excluded, lacking)
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers that ``exc`` has ended this version; does nothing if it was committed."""
@@ -287,7 +293,7 @@ class Transaction:
         to = [
             one
             for one in link.membership.lacking(self._outgoing.content, self._outgoing.to)
-            if one not in self._postponed
+            if one not in self._postponed and link.membership.members.get(one) not in self._failed
         ]
         new = link.membership.new_among(to)
         if passed_s >= link.limits.timeout_s:
@@ -299,6 +305,7 @@ class Transaction:
         link = self._link
         proposal = link.draft(self._outgoing, to, self._clock)
         self._proposal = proposal  # before a receiver can see it, so that give_up reaches this receiver
+        self._names |= link.membership.members
         link.propose(proposal)
         return SenderRound(proposal, link.channel, link.membership)
 
@@ -354,8 +361,8 @@ class Transaction:
             # The device may still be sending what the host has queued, or receivers wait to connect with a lost one.
             if failure is None or sending.gone():
                 patience_s = max(patience_s, deadline - time.monotonic())
-            torn_s = self._link.limits.votes_s
-            silent = sending.wait_for_votes(patience_s, on_torn=self._link.end.abort, torn_s=torn_s)
+            broken_s = self._link.limits.votes_s
+            silent = sending.wait_for_votes(patience_s, on_broken=self._link.end.abort, broken_s=broken_s)
             return self._decide(sending, silent, failure)
 
     def _send(self, sending: SenderRound, reader: TensorReader) -> SendFailure | None:
@@ -427,6 +434,8 @@ class Transaction:
         for member, vote in votes.items():
             if vote is not None and vote.kind is VoteKind.CORRUPT:
                 self._exclude([member], f"it received other bytes than were sent ({vote})")
+            elif vote is not None and vote.kind is VoteKind.FAILED:
+                self._exclude_failed(member, f"it failed: {vote.detail}")
         whole = [member for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.WHOLE]
         names = link.membership.members
         committed = bool(whole) and not torn
@@ -442,6 +451,12 @@ class Transaction:
         link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
         sending.votes_counted = True
         return committed
+
+    def _exclude_failed(self, member: int, why: str) -> None:
+        self._exclude([member], why)
+        name = self._names[member]
+        self._excluded[name] = why  # also if it has joined again meanwhile
+        self._failed.add(name)
 
     def _exclude(self, members: Sequence[int], why: str) -> None:
         self._excluded |= self._link.membership.exclude(members, why)

@@ -29,7 +29,6 @@ from hwrl.weights.control import (
     Start,
     TransportPayload,
     Vote,
-    VoteKind,
 )
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
@@ -207,21 +206,22 @@ class SenderRound:
         return late
 
     def wait_for_votes(
-        self, timeout_s: float, *, on_torn: Callable[[], object] | None = None, torn_s: float = math.inf
+        self, timeout_s: float, *, on_broken: Callable[[], object] | None = None, broken_s: float = math.inf
     ) -> Sequence[int]:
         """Wait for the votes of all receivers that are not gone; return the members without a vote.
 
-        After the first "torn" vote the round cannot commit, so call ``on_torn`` and wait at most ``torn_s`` longer.
+        After the first broken vote (:attr:`VoteKind.is_broken`), call ``on_broken`` and wait at most ``broken_s``
+        longer: the other receivers may wait for the one that has ended its part.
         """
         silent: Sequence[int] = self.proposal.to
-        torn_since_s: float | None = None
+        broken_since_s: float | None = None
         for silent in self._look(self._missing_votes, timeout_s):
             if silent and set(silent) <= set(self.gone()):
                 break
-            if on_torn is not None and torn_since_s is None and silent and self._has_torn(silent):
-                torn_since_s = time.monotonic()
-                on_torn()
-            elif torn_since_s is not None and time.monotonic() - torn_since_s >= torn_s:
+            if on_broken is not None and broken_since_s is None and silent and self._has_broken(silent):
+                broken_since_s = time.monotonic()
+                on_broken()
+            elif broken_since_s is not None and time.monotonic() - broken_since_s >= broken_s:
                 break
         return silent
 
@@ -298,9 +298,9 @@ class SenderRound:
             waited_s += slice_s
             yield late
 
-    def _has_torn(self, silent: Collection[int]) -> bool:
+    def _has_broken(self, silent: Collection[int]) -> bool:
         votes = (self._channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)
-        return any(vote is not None and vote.kind is VoteKind.TORN for vote in votes)
+        return any(vote is not None and vote.kind.is_broken for vote in votes)
 
     def _missing_ready(self, members: Sequence[int], slice_s: float) -> list[int]:
         return self._channel.missing(self.proposal, Note.READY, members, timeout_s=slice_s)
