@@ -35,7 +35,6 @@ the store itself keeps strangers out (:mod:`hwrl.comm`).
 
 from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
-from hwrl.weights.control import DecisionKind, Limits, Proposal, TransportPayload
 from hwrl.weights.copy_destination import CopyDestination, CopyRule, whole_rules
 from hwrl.weights.destination import (
     Destination,
@@ -49,6 +48,7 @@ from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import withdraw
 from hwrl.weights.memory import receiver_nbytes, sender_nbytes
+from hwrl.weights.messages import DecisionKind, Limits, Proposal, TransportPayload
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.registrations import LinkRegistrations

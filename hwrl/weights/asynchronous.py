@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.interfaces import Backend
-from hwrl.weights.control import Metadata
 from hwrl.weights.layout import NamedTensor
+from hwrl.weights.messages import Metadata
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender

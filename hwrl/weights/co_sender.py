@@ -13,9 +13,10 @@ from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, TransferFailedError, first_line, in_one_line
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Limits, Proposal
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Limits, Proposal
 from hwrl.weights.notes import ShareKey, ShareKind, ShareReport
 from hwrl.weights.report import StageClock
 from hwrl.weights.shared_reads import FollowerRead

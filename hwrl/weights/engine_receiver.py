@@ -15,9 +15,9 @@ from hwrl.errors import (
     TransferFailedError,
 )
 from hwrl.interfaces import Backend, WeightOffer
-from hwrl.weights.control import Proposal
 from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.intake import WeightIntake
+from hwrl.weights.messages import Proposal
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS

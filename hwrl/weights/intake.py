@@ -8,9 +8,10 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Proposal, Vote
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.destination import ChapteredDestination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
+from hwrl.weights.messages import Proposal, Vote
 from hwrl.weights.participant import Participant
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hwrl.weights.control import read_message, write_message
+from hwrl.weights.messages import read_message, write_message
 
 
 class ChapterKind(StrEnum):

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.weights.control import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.destination import ChapteredDestination
+from hwrl.weights.messages import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverRound, Transport, TransportReceiver

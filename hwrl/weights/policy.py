@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hwrl.weights.control import Metadata
 from hwrl.weights.layout import find_ties
+from hwrl.weights.messages import Metadata
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
 from hwrl.weights.source import WeightSource

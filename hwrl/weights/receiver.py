@@ -12,7 +12,6 @@ from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import Proposal
 from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import (
     RING_NBYTES,
@@ -25,6 +24,7 @@ from hwrl.weights.destination import (
 )
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import WeightLayout
+from hwrl.weights.messages import Proposal
 from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport

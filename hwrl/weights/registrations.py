@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from hwrl.comm import Store
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.weights.control import Abandonment, ControlChannel, DecisionKind, Limits, Proposal, Start
+from hwrl.weights.control import ControlChannel
+from hwrl.weights.messages import Abandonment, DecisionKind, Limits, Proposal, Start
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS

@@ -15,9 +15,10 @@ from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError, in_one_line
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.chapters import Chapters, on_meta
-from hwrl.weights.control import ControlChannel, Limits, Metadata, Proposal, checked_metadata
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource, drain

@@ -16,8 +16,8 @@ import torch
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import Vote, VoteKind
 from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
+from hwrl.weights.messages import Vote, VoteKind
 from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource, drain
 

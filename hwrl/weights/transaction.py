@@ -20,9 +20,10 @@ import torch
 from hwrl.errors import CommError, TransferFailedError, in_one_line
 from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.co_sender import Reports
-from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Decision, DecisionKind, Proposal, Start, VoteKind
 from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares

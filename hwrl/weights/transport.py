@@ -20,19 +20,11 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import (
-    ControlChannel,
-    Decision,
-    Limits,
-    Note,
-    Proposal,
-    Start,
-    TransportPayload,
-    Vote,
-)
+from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Decision, Limits, Proposal, Start, TransportPayload, Vote
 from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader

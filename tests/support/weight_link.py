@@ -13,7 +13,8 @@ import torch
 
 from hwrl.comm import Store, serve_store
 from hwrl.weights import TRANSPORTS, TransferReport, Transport, WeightReceiver, WeightSender
-from hwrl.weights.control import ControlChannel, Proposal
+from hwrl.weights.control import ControlChannel
+from hwrl.weights.messages import Proposal
 from hwrl.weights.transport import ReceiverContext, TransportReceiver
 from hwrl_cpu import INFO, CpuBackend
 

@@ -21,7 +21,8 @@ from hwrl.errors import (
 )
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightReceiver
-from hwrl.weights.control import ControlChannel, Note, Proposal, Start
+from hwrl.weights.control import ControlChannel, Note
+from hwrl.weights.messages import Proposal, Start
 from hwrl.weights.report import StageClock
 from hwrl.weights.transports import device
 from hwrl.weights.transports.device import Lanes

@@ -12,8 +12,9 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import ReceiverTiming, WeightSource
-from hwrl.weights.control import Note, Start, Vote, VoteKind
+from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Start, Vote, VoteKind
 from hwrl.weights.transport import SenderRound
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.weights import SlabRing, WeightLayout, WeightSource
-from hwrl.weights.control import VoteKind
 from hwrl.weights.destination import FlatVersion
+from hwrl.weights.messages import VoteKind
 from hwrl.weights.slabs import Checksums, TensorReader
 from hwrl_cpu import INFO, CpuBackend
 

@@ -22,7 +22,8 @@ from hwrl.errors import HwrlError
 from hwrl.interfaces import Handle
 from hwrl.testing.processes import run_processes
 from hwrl.weights import WeightReceiver, WeightSender
-from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Vote, VoteKind
+from hwrl.weights.control import ControlChannel
+from hwrl.weights.messages import Decision, DecisionKind, Vote, VoteKind
 from hwrl.weights.transports.ipc import Window
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners

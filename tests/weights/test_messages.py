@@ -8,7 +8,7 @@ import pytest
 
 from hwrl.errors import TransferFailedError
 from hwrl.weights import TRANSPORTS
-from hwrl.weights.control import Decision, Proposal, Vote
+from hwrl.weights.messages import Decision, Proposal, Vote
 from hwrl.weights.notes import ChapterNote, ShareReport
 
 _PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}

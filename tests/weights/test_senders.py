@@ -29,8 +29,8 @@ from hwrl.weights import (
     slab_sizes,
 )
 from hwrl.weights.co_sender import Reports, stopped_by_rank_0
-from hwrl.weights.control import Limits
 from hwrl.weights.membership import Membership
+from hwrl.weights.messages import Limits
 from hwrl.weights.notes import ShareKind
 from hwrl.weights.shared_reads import FollowerRead
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks

@@ -15,9 +15,9 @@ import torch
 from hwrl.comm import Comm, Group, Pending, Store, call_off_group, clone_store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.control import Limits, Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
+from hwrl.weights.messages import Limits, Proposal, TransportPayload
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import divide_slabs
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.weights.control import Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
+from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport

@@ -19,9 +19,9 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.weights.control import Proposal, TransportPayload
 from hwrl.weights.destination import FlatVersion
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")

@@ -22,8 +22,8 @@ import torch
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend, Capability, Handle, StreamLike
 from hwrl.memory.fingerprint import bytes_of
-from hwrl.weights.control import TransportPayload
 from hwrl.weights.destination import Destination
+from hwrl.weights.messages import TransportPayload
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport

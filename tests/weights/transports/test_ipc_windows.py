@@ -19,8 +19,8 @@ from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
-from hwrl.weights.control import VoteKind
 from hwrl.weights.destination import DoubleBuffer
+from hwrl.weights.messages import VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
