@@ -1,4 +1,7 @@
-"""Rollout on vLLM: ``rollout.engine=vllm``, and weights for a vLLM of others (backend "hwrl"); see ``docs/vllm.md``.
+"""hwrl's plugin for vLLM; see ``docs/vllm.md``. It has two parts.
+
+The rollout engine of a run (``rollout.engine=vllm``) is :class:`VllmEngine`. The weight-transfer backend "hwrl" updates
+a vLLM that another program started; :class:`TransferTrainer` is its trainer's end.
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -31,7 +34,7 @@ __all__ = [
     "hwrl_rollout_engine",
 ]
 
-__getattr__, _ = lazy_names(  # its own dir() stays: the hooks must be found there
+__getattr__, _ = lazy_names(  # the module keeps its own dir(), because pluggy looks there for the hooks
     __name__,
     {
         "LocalClient": "clients",
@@ -71,7 +74,7 @@ def hwrl_engine_memory(
 
 
 def _vllm_folder() -> Path:
-    """Return the folder of the installed vLLM, without importing it. Raises EngineError if there is none."""
+    """Return the folder of the installed vLLM, without importing it. Raises EngineError if vLLM is not installed."""
     folder = _find_vllm()
     if folder is None:
         raise EngineError(

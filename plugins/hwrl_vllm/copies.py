@@ -1,7 +1,9 @@
 """Record the copies of one weight load, and repeat them in later loads.
 
-vLLM runs a model's loaders, in Python, to find the target of each tensor in each load. If the loaders only copy, a
-:class:`CopyPlan` does the same work without them.
+In each load vLLM runs a model's loaders, in Python, only to find where each tensor goes. If the loaders do nothing but
+copy, a :class:`CopyPlan` does the same work without them.
+
+The *given tensors* are the weights that the loaders get, under the names of the model's files.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(frozen=True)
 class _TensorView:
-    """A view of the given tensor ``name``: ``shape`` and ``stride``, starting at element ``offset``."""
+    """A view of the given tensor ``name``. It begins ``offset`` elements after the tensor's first element."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +41,7 @@ class _TensorView:
 
 @dataclass(frozen=True)
 class _Write:
-    """Elements ``begin`` to ``end`` of a storage, contiguous, come from ``source``: a view, or a constant."""
+    """Elements ``begin`` to ``end`` (exclusive) of a storage come from ``source``: a view or a number."""
 
     begin: int
     end: int
@@ -48,33 +50,33 @@ class _Write:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Targets in a model with their sources: views of given tensors (``copies``) and ``constants``."""
+    """Each target in a model with its source: a view of a given tensor (``copies``) or a number (``constants``)."""
 
     copies: list[tuple[torch.Tensor, _TensorView]]
     constants: list[tuple[torch.Tensor, float]]
 
     def suits(self, names: Collection[str]) -> bool:
-        """Return whether every source is among ``names``. Of two tied tensors either may be given."""
+        """Return whether ``names`` has every tensor that the plan reads. It may have more."""
         return all(part.name in names for _, part in self.copies)
 
     def rules(self) -> list[CopyRule]:
-        """Return the copies as rules for receiving into the targets."""
+        """Return the copies as rules by which a receiver writes into the targets."""
         return [CopyRule(part.name, target, part.stride, part.offset) for target, part in self.copies]
 
     def staged(self) -> CopyPlan:
-        """Return the copies into new tensors beside the targets; :meth:`install` brings these into the targets."""
+        """Return a plan with the same copies into new tensors beside the targets, for :meth:`install`. No constants."""
         return CopyPlan([(torch.empty_like(target), part) for target, part in self.copies], [])
 
     @torch.no_grad()
     def install(self, staged: CopyPlan) -> None:
-        """Copy the targets of ``staged`` into these, and fill the constants. Does not wait for the device."""
+        """Copy the tensors of ``staged`` into these targets, and fill the constants. Does not wait for the device."""
         torch._foreach_copy_([target for target, _ in self.copies], [tensor for tensor, _ in staged.copies])
         for target, value in self.constants:
             target.fill_(value)
 
     @torch.no_grad()
     def run(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load contiguous ``weights`` of the recorded shapes. Does not wait for the device."""
+        """Load ``weights``, contiguous and in the recorded shapes. Does not wait for the device."""
         for target, part in self.copies:
             target.copy_(part.of(weights[part.name]))
         for target, value in self.constants:
@@ -82,11 +84,11 @@ class CopyPlan:
 
 
 class Recorder(TorchDispatchMode):
-    """A context that records how contiguous ``weights`` get into a model; :meth:`plan` is the result.
+    """A context that records how loaders bring contiguous ``weights`` into a model; :meth:`plan` is the result.
 
-    With ``skips_copies`` no copy from them is made: what it would write stays arbitrary. The recorder follows copies
-    through other tensors. If values are computed from the weights, or kept outside the parameters, there is no plan,
-    and :attr:`obstacle` is the reason.
+    A copy may go through other tensors on its way into a parameter. With ``skips_copies`` copies from ``weights`` are
+    recorded but not made, so their targets stay arbitrary. There is no plan if a loader computes with the weights, or
+    keeps a copy of them outside the parameters; then :attr:`obstacle` is the first reason.
     """
 
     obstacle = ""
@@ -94,6 +96,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, weights: Mapping[str, torch.Tensor], *, skips_copies: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._weights, self._skips_copies = weights, skips_copies
+        # For each storage of given tensors: their first bytes, with their names.
         self._given: dict[StorageWeakRef, list[tuple[int, str]]] = defaultdict(list)
         for name, tensor in weights.items():
             if tensor.numel():
@@ -114,17 +117,17 @@ class Recorder(TorchDispatchMode):
         return result
 
     def plan(self, parameters: Iterable[torch.Tensor]) -> CopyPlan | None:
-        """Return the plan that fills ``parameters``; None unless every element has one source and is only copied."""
+        """Return the plan that fills ``parameters``; None if an element has no source or two, or is not only copied."""
         by_storage = {_storage(parameter): parameter.data for parameter in parameters}
         if self._kept_elsewhere(by_storage.keys()):
-            gc.collect()
+            gc.collect()  # a cycle may hold a tensor that nothing uses
         if self._kept_elsewhere(by_storage.keys()):
             self._give_up("copies of the weights are kept outside the parameters")
         if self.obstacle:
             return None
         plan = CopyPlan([], [])
         for storage, parameter in by_storage.items():
-            # A repeated loader repeats its writes.
+            # A loader may run twice, and then writes the same again.
             writes = sorted(dict.fromkeys(self._writes.get(storage, [])), key=lambda write: write.begin)
             if not _tile(writes, parameter):
                 self._give_up(f"a parameter of shape {tuple(parameter.shape)} is not written once and whole")
@@ -138,7 +141,7 @@ class Recorder(TorchDispatchMode):
         return plan
 
     def _kept_elsewhere(self, parameters: Set[StorageWeakRef]) -> bool:
-        """Return whether a copy of the weights outside the parameters is still alive."""
+        """Return whether a tensor outside the parameters has a copy of the weights, and is still alive."""
         copied = (
             storage
             for storage, writes in self._writes.items()
@@ -182,7 +185,7 @@ class Recorder(TorchDispatchMode):
         self.obstacle = self.obstacle or why
 
     def _part(self, view: torch.Tensor) -> _TensorView | None:
-        """Return ``view`` as a view of a given tensor; None if it has another dtype."""
+        """Return ``view`` as a view of a given tensor; None if its dtype is not the tensor's."""
         begins = self._given[_storage(view)]
         begin = _offset(view) * view.itemsize
         _, name = begins[bisect.bisect_right(begins, begin, key=lambda item: item[0]) - 1]
@@ -192,6 +195,7 @@ class Recorder(TorchDispatchMode):
         return _TensorView(name, tuple(view.shape), view.stride(), _offset(view) - _offset(tensor))
 
     def _is_of_weights(self, value: Any) -> bool:
+        """Return whether ``value`` is a given tensor, a view or a copy of one, or has a recorded constant."""
         return (
             isinstance(value, torch.Tensor)
             and not value.is_meta
@@ -200,14 +204,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _tile(writes: Sequence[_Write], parameter: torch.Tensor) -> bool:
-    """Return whether ``writes``, in order, cover the parameter and its storage, each element once."""
+    """Return whether ``writes``, sorted, write each element of the parameter once, and it has a storage for itself."""
     begins, ends = [write.begin for write in writes], [write.end for write in writes]
     whole = parameter.numel() and _nbytes(parameter) == parameter.nbytes
     return bool(whole) and [*begins, parameter.numel()] == [0, *ends]
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a reference that identifies the tensor's storage while it is kept."""
+    """Return a weak reference to the tensor's storage. While it exists, no other storage has an equal one."""
     return StorageWeakRef(tensor.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""vLLM's engine core, which schedules and runs the steps: in this process, or in a process of its own."""
+"""vLLM's engine core schedules and runs the steps, in this process or in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hwrl_vllm.scheduler import NewTokens, unpack
 
 
 class Core(ABC):
-    """The engine core behind ``client``, vLLM's client of it. It runs ahead: it begins steps before hwrl needs them.
+    """The engine core behind vLLM's ``client``. It runs ahead: it begins steps before hwrl needs their tokens.
 
-    Requests have unique ids. Tokens of aborted requests may still come.
+    The caller gives each request an id of its own. After :meth:`abort` tokens of a dropped request may still come.
     """
 
     def __init__(self, client: Any) -> None:
@@ -28,7 +28,7 @@ class Core(ABC):
         self._client.add_request(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests."""
+        """Drop requests; ids that vLLM does not know are ignored."""
         self._client.abort_requests(list(request_ids))
 
     @property
@@ -38,33 +38,34 @@ class Core(ABC):
 
     @abstractmethod
     def next_tokens(self) -> list[NewTokens]:
-        """Wait for new tokens, and return all that are there. Call it only while a request runs."""
+        """Wait for new tokens and return all that have come. Blocks, so call it only while a request runs."""
 
     @abstractmethod
     def pause(self) -> list[NewTokens]:
-        """Begin no more steps; wait for those that have begun, and return their tokens."""
+        """Begin no more steps. Wait for the steps that have begun, and return their tokens. Requests stay queued."""
 
     def resume(self) -> None:
-        """Begin steps again."""
+        """Begin steps again, after :meth:`pause`."""
         self.call("resume_scheduler")
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Return the result of the engine core's ``method``."""
+        """Call ``method`` of the engine core, and return its result. Blocks."""
 
     def call_workers(self, method: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Return each worker's result of its ``method``. To another process ``args`` go as msgpack.
+        """Call ``method`` in each worker, and return the results in rank order. Blocks.
 
-        Workers in processes of their own have ``timeout_s``; after that they are of no use.
+        ``args`` travel to another process as msgpack. ``timeout_s`` limits the wait for workers in processes of their
+        own. After a timeout these workers cannot be used again.
         """
         return list(self.call("collective_rpc", method, timeout_s, args, None))
 
     def sleep(self, level: int) -> None:
-        """Free the device's memory; no request may be pending."""
+        """Free device memory, by vLLM's sleep ``level``. No request may be pending."""
         self.call("sleep", level, "abort")
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take the device's memory for ``tags`` again."""
+        """Allocate device memory for ``tags`` again."""
         self.call("wake_up", list(tags))
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class Core(ABC):
 
 
 class InlineCore(Core):
-    """The engine core in this process. It steps only in calls; the device may then be one step ahead."""
+    """The engine core in this process. It steps only in calls of this class; the device may be one step ahead."""
 
     def next_tokens(self) -> list[NewTokens]:
         tokens: list[NewTokens] = []
@@ -97,10 +98,10 @@ class InlineCore(Core):
 
 
 class ProcessCore(Core):
-    """The engine core in a process of its own, which steps on its own while it has requests.
+    """The engine core in a process of its own. It steps without calls while it has requests.
 
-    vLLM's client would wait for ever after the process's death, so this class waits itself: it looks every ``look_s``
-    whether the process lives.
+    vLLM's client waits for ever if that process dies. So this class waits by itself, and checks every ``look_s``
+    whether the process is alive.
     """
 
     def __init__(self, client: Any, *, look_s: float = 1.0) -> None:
@@ -114,13 +115,13 @@ class ProcessCore(Core):
     def next_tokens(self) -> list[NewTokens]:
         while True:
             try:
-                return self._taken([self._client.outputs_queue.get(timeout=self._look_s)])
+                return self._drain([self._client.outputs_queue.get(timeout=self._look_s)])
             except queue.Empty:
                 self._require_alive()
 
     def pause(self) -> list[NewTokens]:
         self.call("pause_scheduler", "keep", False)
-        return self._taken([])  # the reply came after them, through the same socket
+        return self._drain([])  # the tokens came before the reply, through the same socket
 
     def call(self, method: str, *args: Any) -> Any:
         from vllm.v1.engine import EngineCoreRequestType
@@ -135,20 +136,20 @@ class ProcessCore(Core):
                 if future.done():
                     raise
                 self._require_alive()
-            except Exception as exc:  # it has the other process's message only
+            except Exception as exc:  # vLLM passes on the message of the other process's error, and not its class
                 if "out of memory" in str(exc):
                     raise torch.OutOfMemoryError(str(exc)) from exc
                 raise
 
     def _require_alive(self) -> None:
-        """Raise the error of the process, or of the thread that reads its answers, if one has ended."""
+        """Raise an error if the process has ended, or if vLLM's thread that reads its answers has ended."""
         self._client.ensure_alive()
         if not self._client.output_queue_thread.is_alive():
-            self._taken([])
+            self._drain([])  # raises the thread's error if it left one
             raise RuntimeError("the thread that reads the answers of vLLM's process has ended")
 
-    def _taken(self, items: Iterable[Any]) -> list[NewTokens]:
-        """Return the tokens in ``items`` and in the queue; raise the error of the process."""
+    def _drain(self, items: Iterable[Any]) -> list[NewTokens]:
+        """Empty the queue. Return the tokens in ``items`` and in the queue; raise the first error among them."""
         items = [*items]
         while not self._client.outputs_queue.empty():
             items.append(self._client.outputs_queue.get_nowait())
@@ -159,5 +160,5 @@ class ProcessCore(Core):
 
 
 def core_of(client: Any) -> Core:
-    """Return the engine core behind vLLM's ``client``."""
+    """Return the engine core behind vLLM's ``client``; only a client of an inline one has ``engine_core``."""
     return InlineCore(client) if hasattr(client, "engine_core") else ProcessCore(client)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM: prepare the weights of experts for their kernel in every load."""
+"""Mixtures of experts in vLLM: every load must prepare the experts' weights for their kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def prepare_in_each_load(model: torch.nn.Module) -> None:
-    """Let each later load of ``model`` prepare the weights of its experts for their kernel, as the first one did.
+    """Change ``model`` so that each later load prepares the experts' weights for their kernel, as the first load does.
 
-    vLLM 0.32 prepares the weights for the kernel in the first load only. A CPU's kernel needs packed weights: after a
-    later load it would read the unpacked ones as if they were packed, and compute wrong results. Remove this when vLLM
-    prepares them in each load.
+    vLLM 0.32 prepares these weights in the first load only. The kernel for CPUs needs packed weights. After a later
+    load it would read unpacked weights as packed ones, and compute wrong results. Remove this function when vLLM
+    prepares the weights in each load.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -22,16 +22,16 @@ def prepare_in_each_load(model: torch.nn.Module) -> None:
 
 
 def _process(method: Any, layer: torch.nn.Module) -> None:
-    """Prepare the weights of ``layer`` as vLLM does, and for its kernel if vLLM leaves that out."""
+    """Prepare the weights of ``layer`` as vLLM does, and then for the kernel if vLLM did not."""
     experts = _experts_of(method)
     prepare = experts.process_weights_after_loading
-    calls: list[Any] = []
+    calls: list[Any] = []  # vLLM's call for the old kernel is caught, so that the weights are not prepared twice
     experts.process_weights_after_loading = calls.append
     try:
         type(method).process_weights_after_loading(method, layer)
     finally:
         del experts.process_weights_after_loading
-    if calls or _experts_of(method) is experts:  # else vLLM made a new kernel, and has prepared the weights for it
+    if calls or _experts_of(method) is experts:  # otherwise vLLM made a new kernel and prepared the weights for it
         prepare(layer)
 
 

@@ -1,4 +1,4 @@
-"""Versions of the weights in one worker's model: loaded in place, or staged beside it and installed later."""
+"""Load versions of the weights into one worker's model: in place, or staged beside it and installed later."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.reload import Reload
 
 _SLABS = 4
-"""The most slabs under way at once."""
+"""The most slabs under way at once, if vLLM's loaders are at work."""
 
-_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
+_log = logging.getLogger("vllm.hwrl")  # vLLM's logger shows its messages
 
 
 class ModelLoading:
-    """Brings whole versions into ``model``: by recorded copies, or by vLLM's loaders if these do more than copy.
+    """Loads whole versions into ``model``: by recorded copies, or by vLLM's loaders if these do more than copy.
 
-    After a failed load the model is a mixture of versions; another load repairs it.
+    A version is loaded in one of three ways::
+
+        load(weights)                       all tensors are here
+        place(layout)                       tensors arrive, and go straight into the model
+        stage(layout), install() or drop()  tensors arrive beside the model, and go into it later, or not
+
+    After a failed load the model has weights of two versions. The next whole load repairs it.
     """
 
     copies: CopyPlan | None = None
-    """How the loaders only copy; None before a recorded load, and if they do more."""
+    """The copies that replace the loaders; None before the first recorded load, and if loaders do more than copy."""
 
     def __init__(self, model: torch.nn.Module, *, model_config: Any, vllm_config: Any) -> None:
         self._model = model
@@ -35,10 +41,10 @@ class ModelLoading:
         self._staged: CopyPlan | Mapping[str, torch.Tensor] | None = None
 
     def record(self, weights: Mapping[str, torch.Tensor], *, skips_copies: bool = False) -> None:
-        """Load ``weights`` by vLLM's loaders, and record what they do.
+        """Load contiguous ``weights`` of the whole model by vLLM's loaders, and record what these do.
 
-        With ``skips_copies`` the weights are examples, no byte is copied from them, and errors are only logged. The
-        model's weights are arbitrary afterwards.
+        With ``skips_copies`` only the dtypes and shapes of ``weights`` count. No byte is copied from them, and the
+        model's weights are arbitrary afterwards. An error of a loader is then logged and not raised.
         """
         self._is_recorded = True
         recorder = Recorder(weights, skips_copies=skips_copies)
@@ -49,7 +55,7 @@ class ModelLoading:
         except Exception as exc:
             if not skips_copies:
                 raise
-            recorder.obstacle = f"{type(exc).__name__}: {exc}"  # a loader that needs true weights
+            recorder.obstacle = f"{type(exc).__name__}: {exc}"  # for example a loader that computes with the weights
         if self.copies is None:
             _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
 
@@ -61,10 +67,10 @@ class ModelLoading:
             self._reload.load_all(list(weights.items()))
         else:
             self.record(weights)
-        get_backend().synchronize()  # then the lender may overwrite them
+        get_backend().synchronize()  # the caller may overwrite the weights after this call
 
     def place(self, layout: WeightLayout) -> Destination:
-        """Return where versions of ``layout`` go in place: into the parameters, or to vLLM's loaders."""
+        """Return the destination for versions of ``layout`` in place: the parameters themselves, or vLLM's loaders."""
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             return CopyDestination(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
@@ -72,7 +78,10 @@ class ModelLoading:
         return TensorStream(layout, self._reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
 
     def stage(self, layout: WeightLayout) -> Destination:
-        """Return memory beside the model for one version of ``layout``: this worker's shards if loaders only copy."""
+        """Return memory beside the model as the destination for one version of ``layout``.
+
+        It has this worker's shards if the loaders only copy, and otherwise the whole version.
+        """
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             self._staged = self.copies.staged()
@@ -83,7 +92,7 @@ class ModelLoading:
     def install(self) -> None:
         """Load the staged version, if there is one, and wait for the device."""
         if isinstance(self._staged, CopyPlan):
-            assert self.copies is not None, "it was staged by these copies"
+            assert self.copies is not None, "a staged CopyPlan comes from these copies"
             self.copies.install(self._staged)
             get_backend().synchronize()
         elif self._staged is not None:
@@ -91,5 +100,5 @@ class ModelLoading:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the staged version."""
+        """Drop the staged version, if there is one."""
         self._staged = None

@@ -1,4 +1,4 @@
-"""LoRA adapters from tensors in vLLM's workers. vLLM itself only reads them from directories."""
+"""Load LoRA adapters into vLLM's workers from tensors. vLLM itself reads adapters only from directories."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from hwrl.interfaces import RolloutSettings
 
 ADAPTER = 1
-"""vLLM's number of an engine's only adapter."""
+"""The number by which vLLM knows the engine's only adapter."""
 
 _TENSOR = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$")
 
 
 def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
-    """Return the engine arguments for one adapter of ``rank``. vLLM supports certain ranks; the next one up is used.
+    """Return the engine arguments for one adapter of ``rank``.
 
-    Several workers divide both factors: in merged layers vLLM 0.23 cannot divide only one. Raises ConfigError if
-    ``rank`` is too large.
+    vLLM has room for certain ranks only, so this takes the next larger one. Several workers divide both factors of the
+    adapter, because vLLM 0.23 cannot divide only one of them in merged layers. Raises ConfigError if ``rank`` is too
+    large.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -57,17 +58,17 @@ def require_dtype(settings: RolloutSettings) -> None:
 
 
 def request_lora() -> Any:
-    """Return vLLM's request for the adapter. vLLM does not read the path, because the adapter is loaded already."""
+    """Return the part of a request that names the adapter. vLLM never reads its path: the adapter is loaded already."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER, "no-directory")
 
 
 def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
-    """Return the layers in ``names`` (an adapter's tensors, PEFT's names) that cannot have an adapter in vLLM.
+    """Return the layers that cannot have an adapter in vLLM. ``names`` are PEFT's names of an adapter's tensors.
 
-    vLLM checks this only for adapters from directories. Otherwise it ignores such layers, and the model would differ
-    from the trained one. ``manager`` is a worker's LoRA manager.
+    vLLM checks this only for adapters from directories. From tensors it ignores such layers silently, and then the
+    model differs from the trained one. ``manager`` is a worker's LoRA manager.
     """
     adapters = manager._adapter_manager
     places = {part for path in adapters.modules for part in adapters.packed_modules.get(path, [path])}
@@ -76,7 +77,7 @@ def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
 
 
 def require_places(without_place: Iterable[Sequence[str]]) -> None:
-    """Raise ConfigError if a worker's model has no place for layers of the adapter."""
+    """Raise ConfigError if any worker has such layers; ``without_place`` has those of each worker."""
     layers = sorted(set().union(*without_place))
     if layers:
         raise ConfigError(
@@ -88,19 +89,19 @@ def require_places(without_place: Iterable[Sequence[str]]) -> None:
 
 
 def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Replace the adapter by ``weights`` (PEFT's names), with the rank and scale of PEFT's ``config``.
+    """Replace the worker's adapter by ``weights``, whose names are PEFT's. PEFT's ``config`` has the rank and scale.
 
-    ``manager`` is a worker's LoRA manager.
+    ``manager`` is the worker's LoRA manager. Does not wait for the device.
     """
     from vllm.lora.peft_helper import PEFTHelper
 
-    form = PEFTHelper.from_dict(dict(config))
-    form.validate_legal(manager.lora_config)
+    helper = PEFTHelper.from_dict(dict(config))
+    helper.validate_legal(manager.lora_config)
     adapters = manager._adapter_manager
     adapter = manager._lora_model_cls.from_lora_tensors(
         lora_model_id=ADAPTER,
         tensors={name: tensor.clone() for name, tensor in weights.items()},  # vLLM scales them in place
-        peft_helper=form,
+        peft_helper=helper,
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
@@ -111,10 +112,11 @@ def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: M
 
 
 def keep_indices(model: torch.nn.Module) -> None:
-    """Let vLLM keep the index tensors of layers with adapters during a sleep of level 2.
+    """Turn the index tensors of layers with adapters into buffers, so that vLLM keeps them in a sleep of level 2.
 
-    Then vLLM keeps buffers, and weights are sent again. The index tensors, such as the division of the vocabulary
-    among workers, are neither; before vLLM 0.32 they come back as zeros. Here they become buffers.
+    An index tensor says, for example, how the vocabulary is divided among workers. In that sleep vLLM keeps the
+    buffers, and the weights are sent again afterwards. An index tensor is neither; before vLLM 0.32 it comes back as
+    zeros.
     """
     import torch
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -128,9 +130,10 @@ def keep_indices(model: torch.nn.Module) -> None:
 
 
 def loaders_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return the function from a weight's name to its name for the loaders of ``model``, which supports adapters.
+    """Return a function from a weight's name to the name under which the loaders of ``model`` expect it.
 
-    In older versions of vLLM a layer with an adapter does not load its own weights: they are one level deeper.
+    ``model`` supports adapters. In older versions of vLLM a layer with an adapter wraps the original layer as
+    ``base_layer``, and only that one loads weights. Newer versions need no other names.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
@@ -140,9 +143,9 @@ def loaders_names(model: torch.nn.Module) -> Callable[[str], str]:
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     packed_into = {part: whole for whole, parts in packed.items() for part in parts}
 
-    def named(name: str) -> str:
+    def loaders_name(name: str) -> str:
         path, _, leaf = name.rpartition(".")
         parent, _, layer = path.rpartition(".")
         return f"{path}.base_layer.{leaf}" if f"{parent}.{packed_into.get(layer, layer)}" in adapted else name
 
-    return named
+    return loaders_name

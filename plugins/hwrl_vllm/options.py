@@ -1,4 +1,4 @@
-"""vLLM's engine arguments: those of hwrl, and the user's under ``rollout.engine_options``."""
+"""vLLM's engine arguments: hwrl sets some of them, and the user sets others under ``rollout.engine_options``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwrl_vllm.lora import lora_arguments
 if TYPE_CHECKING:
     from hwrl.interfaces import Backend, RolloutSettings
 
-_HAVE_KEYS = {
+_HWRL_KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "seed",
@@ -34,21 +34,22 @@ _HAVE_KEYS = {
     "lora_target_modules": "model.target_modules",
     "device_ids": "rollout.tensor_parallel",
 }
+"""hwrl's configuration key for each argument that hwrl sets from the configuration."""
 
 _FIXED: dict[str, Any] = {
     "load_format": "dummy",  # the weights come from the trainer
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
-    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-    "async_scheduling": None,  # vLLM decides: on, unless another argument forbids it
-    "stream_interval": 1,  # a token gets the version at its output
+    "logprobs_mode": "processed_logprobs",  # log-probabilities of the distribution that vLLM samples from
+    "async_scheduling": None,  # vLLM decides: it is on, unless another argument forbids it
+    "stream_interval": 1,  # hwrl gives a token the version at its output, so vLLM may hold no token back
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
     "scheduler_cls": "hwrl_vllm.scheduler.make_scheduler",
     "disable_log_stats": True,
 }
-"""The engine's promises depend on these values."""
+"""Arguments with a fixed value. The engine keeps its promises only with these values."""
 
 _DRAFT = "a draft model would get no weights, and drafted tokens may have other log-probabilities than the policy"
 _OTHER_MODEL = "the replica would compute another model than the trainer, which only reads model.path"
@@ -72,7 +73,7 @@ _REFUSED = {
     **dict.fromkeys(["enable_eplb", "enable_elastic_ep", "offload_backend", "offload_group_size"], _MOVED),
     **dict.fromkeys(["nnodes", "node_rank", "prefill_context_parallel_size"], _OTHER_WORKERS),
 }
-"""Arguments with a fixed value: hwrl's promises hold with no other."""
+"""Why the user may not set an argument. A value of the user's would break a promise of the engine."""
 
 _ENGINE_CORES = ("process", "inline")
 """The values of hwrl's own option ``engine_core``."""
@@ -81,9 +82,10 @@ _ENGINE_CORES = ("process", "inline")
 def engine_arguments(
     settings: RolloutSettings, options: Mapping[str, Any], *, device: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Any]:
-    """Return the arguments of an engine: hwrl's, the ``device``'s and the user's ``options``.
+    """Return the arguments of an engine: hwrl's own, those for the ``device``, and the user's ``options``.
 
-    ``known`` are the names of the installed vLLM. Raises the errors of :func:`check_options`.
+    The user's options override those of the device. ``known`` has the names of all engine arguments of the installed
+    vLLM. Raises the errors of :func:`check_options`.
     """
     check_options(options, known=known)
     return {
@@ -95,7 +97,7 @@ def engine_arguments(
         "max_model_len": settings.max_length,
         "enable_sleep_mode": settings.may_sleep,
         "tensor_parallel_size": settings.tensor_parallel,
-        # In this process, or on this machine, to open its memory; vLLM itself might use Ray.
+        # The workers must open this process's memory, so they run on this machine. vLLM itself might choose Ray.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
         **device,
@@ -104,9 +106,10 @@ def engine_arguments(
 
 
 def check_options(options: Mapping[str, Any], *, known: Collection[str] | None) -> None:
-    """Raise ConfigError for an option outside ``known``, vLLM's arguments, and for one that hwrl sets or refuses.
+    """Raise ConfigError for an option that hwrl sets or refuses, and for one that is not ``known``.
 
-    Where vLLM is not installed, ``known`` is None: the names of its arguments are not checked.
+    ``known`` has the names of vLLM's engine arguments. Where vLLM is not installed it is None: then this does not
+    check whether a name is an argument of vLLM.
     """
     for name in options:
         if name != "engine_core":
@@ -123,31 +126,35 @@ def check_options(options: Mapping[str, Any], *, known: Collection[str] | None) 
 def runs_inline(options: Mapping[str, Any], backend: Backend) -> bool:
     """Return whether vLLM's engine core runs in this process.
 
-    By default it has a process of its own, if that can open this process's memory, and if this process may have
-    children: daemons of :mod:`multiprocessing` may not.
+    The option ``engine_core`` decides. By default the engine core has a process of its own if that process can open
+    this process's memory. Daemons of :mod:`multiprocessing` may start no process, so there it runs inline.
     """
     can_start = backend.supports(Capability.DEVICE_IPC).usable and not multiprocessing.current_process().daemon
     return bool(options.get("engine_core", "process" if can_start else "inline") == "inline")
 
 
 def known_arguments(package: Path) -> set[str]:
-    """Return the names of vLLM's engine arguments, from its folder ``package``; an import would take ten seconds."""
+    """Return the names of vLLM's engine arguments. Parses the sources in ``package``: an import takes ten seconds."""
     module = ast.parse((package / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     (found,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     return {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
 
 
 def keys_in(message: str, options: Iterable[str]) -> str:
-    """Return the configuration keys for the words in vLLM's ``message``; ``options`` are the user's."""
+    """Return the configuration keys of the engine arguments that vLLM's ``message`` names, joined by "or".
+
+    ``options`` has the names of the user's options. Without a match this returns "rollout.engine_options".
+    """
     words = set(re.findall(r"\w+", message))
-    keys = [key for name, key in _HAVE_KEYS.items() if name in words and "_" in name]
+    # "model", "dtype" and "seed" are also plain English words, so only names with an underscore count.
+    keys = [key for name, key in _HWRL_KEYS.items() if name in words and "_" in name]
     own = [f"rollout.engine_options.{name}" for name in options if name in words]
     return " or ".join([*keys, *own]) or "rollout.engine_options"
 
 
 def _check(name: str, known: Collection[str] | None) -> None:
-    if name in _HAVE_KEYS:
-        why, fix = "hwrl has a key for it", f"set {_HAVE_KEYS[name]}"
+    if name in _HWRL_KEYS:
+        why, fix = "hwrl has a key for it", f"set {_HWRL_KEYS[name]}"
     elif name in _REFUSED:
         why, fix = _REFUSED[name], "remove it"
     elif name in _FIXED:

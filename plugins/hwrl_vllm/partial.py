@@ -1,4 +1,4 @@
-"""A request and its generated tokens."""
+"""A request in progress, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from hwrl_vllm.scheduler import NewTokens
 
 @dataclasses.dataclass
 class PartialResponse:
-    """A request, its form for vLLM's engine core, and its tokens until now."""
+    """A request, the same request as vLLM's ``EngineCoreRequest``, and its tokens so far.
+
+    ``stops`` finds the stops in the tokens; None if the request has no stops.
+    """
 
     request: GenerationRequest
     core_request: Any
     stops: StopFinder | None = None
     stop: str | int | None = None
-    """The stop that has ended the response."""
+    """The stop that ended the response, a text or a token id; None so far or without one."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     _spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Numbers of consecutive tokens, each with the weight version that they come from."""
 
     def take(self, new: NewTokens) -> None:
-        """Append ``new`` tokens, but none after a stop."""
+        """Append ``new`` tokens up to the first stop, and set :attr:`stop` to that one."""
         count = len(new.token_ids)
         if self.stops is not None:
             count = self._count_to_stop(self.stops, new.token_ids)
@@ -35,7 +39,7 @@ class PartialResponse:
         self.logprobs += new.logprobs[:count]
 
     def _count_to_stop(self, stops: StopFinder, token_ids: Sequence[int]) -> int:
-        """Return how many of ``token_ids`` belong to the response; :attr:`stop` is the stop in the last of them."""
+        """Return how many of ``token_ids`` belong to the response. Set :attr:`stop` if the last one completes one."""
         for count, token_id in enumerate(token_ids, start=1):
             self.stop = stops.find(token_id)
             if self.stop is not None:
@@ -43,7 +47,7 @@ class PartialResponse:
         return len(token_ids)
 
     def mark(self, version: int) -> None:
-        """Record that the tokens since the last call come from ``version``."""
+        """Record that the tokens since the last call come from ``version``; there may be none."""
         marked = sum(count for count, _ in self._spans)
         self._spans.append((len(self.token_ids) - marked, version))
 

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes (entry point ``vllm.general_plugins``)."""
+"""The function :func:`load`, which vLLM calls in each of its processes (entry point ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ BACKEND = "hwrl"
 
 
 def load() -> None:
-    """Let a process of hwrl's engine end with its owner, and register the weight-transfer backend.
+    """Register the weight-transfer backend. In a process that hwrl's engine started, also watch the owner.
 
-    vLLM may call this twice in a process.
+    The owner is the rollout process. When it ends, this process ends, too. vLLM may call this twice in a process.
     """
     end_with_owner()
     register_transfer()
 
 
 def register_transfer() -> None:
-    """Register both ends of the backend with vLLM's factories, as far as this version of vLLM has them."""
-    with suppress(ImportError):  # before 0.25 the worker's end has another form
+    """Register the worker's end and the trainer's end with vLLM's factories, if this version of vLLM has them."""
+    with suppress(ImportError):  # before 0.25 the worker's end has another interface
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         _register(WeightTransferEngineFactory, "hwrl_vllm.transfer", "TransferWorker")
-    with suppress(ImportError):  # before 0.26
+    with suppress(ImportError):  # before 0.26 there is no factory for the trainer's end
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         _register(WeightTransferTrainerFactory, "hwrl_vllm.trainer", "TransferTrainer")

@@ -1,4 +1,4 @@
-"""vLLM's own reload of a running model: its loaders, layer by layer, in pieces."""
+"""vLLM's own reload of a running model. Its loaders take the tensors piece by piece."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hwrl_vllm.lora import loaders_names
 
 
 class Reload:
-    """Reloads ``model`` by vLLM's loaders. Each layer is prepared for its kernels when it is whole.
+    """Reloads ``model`` by vLLM's loaders: ``begin``, ``load`` for each piece, then ``finish`` or ``cancel``.
 
-    vLLM keeps the given tensors of a layer until the layer is whole. After a cancelled reload the model has weights of
-    two versions; the next whole reload repairs it.
+    vLLM keeps the tensors of a layer until the layer is whole. Then it loads the layer and prepares it for its kernels.
+    After a cancelled reload the model has weights of two versions. The next whole reload repairs it.
     """
 
     def __init__(self, model: torch.nn.Module, *, model_config: Any, vllm_config: Any) -> None:
@@ -46,11 +46,11 @@ class Reload:
 
     def cancel(self) -> None:
         if self._under_way:
-            _forget_waiting(self._model)
+            _drop_partial_layers(self._model)
             self._finalize()
 
     def load_all(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load a whole version."""
+        """Load a whole version in one piece; cancel the reload after an error."""
         self.begin()
         try:
             self.load(tensors)
@@ -73,9 +73,9 @@ class Reload:
 
 
 def _prepare_sharing_layers(model: torch.nn.Module) -> None:
-    """Prepare layers with shared weights again, such as an output layer with the embeddings.
+    """Prepare all layers that share a weight for their kernels again, for example an output layer and the embeddings.
 
-    vLLM reloads one of them. On CPUs the others keep what they computed from the old weights.
+    vLLM reloads only one of them. On CPUs the others would keep what they computed from the old weights.
     """
     sharing: dict[int, list[Any]] = {}
     for layer in model.modules():
@@ -88,10 +88,10 @@ def _prepare_sharing_layers(model: torch.nn.Module) -> None:
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-def _forget_waiting(model: torch.nn.Module) -> None:
-    """Drop the partial weights of layers that wait for the rest; such a layer keeps its old weights."""
+def _drop_partial_layers(model: torch.nn.Module) -> None:
+    """Drop the new tensors of layers that are not whole yet. Such a layer keeps its old weights."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
-        waiting = get_layerwise_info(layer)
-        waiting.load_numel, waiting.loaded_weights = 0, []
+        info = get_layerwise_info(layer)
+        info.load_numel, info.loaded_weights = 0, []

@@ -1,4 +1,4 @@
-"""A backend of vLLM's sleep mode: the weights sleep in hwrl's page-locked memory."""
+"""A backend of vLLM's sleep mode: it keeps sleeping weights in hwrl's page-locked host memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from hwrl.memory import PinnedPool
 NAME = "hwrl"
 """The value of vLLM's ``sleep_mode_backend``."""
 _WEIGHTS = "weights"
+"""vLLM's tag of the allocations for weights."""
 _PIECE_NBYTES = 32 << 20
+"""The bytes that one kernel copies in a wake."""
 
 
 class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
-    """vLLM's own sleep mode, except for the weights at level 1: a :class:`~hwrl.memory.PinnedPool` keeps them.
+    """vLLM's own sleep mode, but a :class:`~hwrl.memory.PinnedPool` keeps the weights at level 1.
 
-    vLLM locks pages in the first sleep, for seconds. Here a thread does it while the engine starts.
+    vLLM locks the pages of host memory in the first sleep, and that takes seconds. Here a thread locks them while the
+    engine starts; the first sleep waits for it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +33,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._backend = get_backend()
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
-        self._kept = False
+        self._kept = False  # whether the pool holds the weights of a sleep that has not ended
         thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-page-lock")
         self._locked = thread.submit(self._lock, self._backend.current_index())
         thread.shutdown(wait=False)
@@ -42,7 +45,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
                 for memory, kept in self._weights():
                     kept.copy_(memory, non_blocking=True)
             self._stream.synchronize()
-        super().suspend(2)  # vLLM keeps no weights then
+        super().suspend(2)  # at level 2 vLLM itself keeps no weights
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
@@ -51,18 +54,18 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         if _WEIGHTS in wanted:
             super().resume([_WEIGHTS])
             if self._kept:
-                self._bring_back()
+                self._copy_back()
         try:
             if wanted - {_WEIGHTS}:
-                super().resume(sorted(wanted - {_WEIGHTS}))  # meanwhile the weights are copied
+                super().resume(sorted(wanted - {_WEIGHTS}))  # the weights' copies run meanwhile
         finally:
             self._stream.synchronize()
 
-    def _bring_back(self) -> None:
-        """Start to copy the weights to the device, by kernels.
+    def _copy_back(self) -> None:
+        """Start to copy the weights to the device. Does not wait.
 
-        The driver clears newly mapped memory with the copy engines. Meanwhile a copy by these engines would have half
-        the speed, so kernels read the page-locked memory instead. Mapping waits for a running kernel, so each is short.
+        The driver clears newly mapped memory with the copy engines, and a copy by these engines would meanwhile have
+        half the speed. So kernels read the page-locked memory. Mapping waits for a running kernel, so each is short.
         """
         with self._stream:
             for memory, kept in self._weights():
@@ -72,12 +75,13 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._kept = False
 
     def _lock(self, device: int) -> None:
-        self._backend.set_device(device)  # for this thread
+        """Make the pool's memory for all weights."""
+        self._backend.set_device(device)  # each thread has a current device of its own
         for _ in self._weights():
             pass
 
     def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each of vLLM's allocations for weights, as bytes, with its page-locked copy."""
+        """Yield each of vLLM's allocations for weights, as bytes, with the pool's memory of the same size."""
         for address, data in list(get_mem_allocator_instance().pointer_to_data.items()):
             if data.tag == _WEIGHTS:
                 nbytes = data.handle[1]
@@ -91,7 +95,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
 
 
 def pooled_sleep(model_config: Any) -> Any:
-    """Return this sleep backend from vLLM's registry, for a worker with ``model_config``."""
+    """Return a :class:`PooledSleep` from vLLM's registry, for a worker with ``model_config``; register it if needed."""
     if NAME not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(NAME, __name__, PooledSleep.__name__)
     model_config.sleep_mode_backend = NAME

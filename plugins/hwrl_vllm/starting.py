@@ -1,4 +1,4 @@
-"""The start of vLLM, and what hwrl asks of its sampling."""
+"""Start vLLM, and turn hwrl's sampling parameters into vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLUGINS = "VLLM_PLUGINS"
 
 
 def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
-    """Return ``wanted`` as vLLM's SamplingParams; EngineError if vLLM would change it."""
+    """Return ``wanted`` as vLLM's SamplingParams. Raises EngineError if vLLM refuses a value or would change it."""
     from vllm import SamplingParams
 
     try:
@@ -29,19 +29,19 @@ def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
             temperature=wanted.temperature,
             max_tokens=wanted.max_new_tokens,
             top_p=wanted.top_p,
-            top_k=max(wanted.top_k, 0),  # 0: all
+            top_k=max(wanted.top_k, 0),  # 0 keeps all tokens
             min_p=wanted.min_p,
             seed=wanted.seed,
-            stop_token_ids=[*eos_ids, *wanted.stop_token_ids],  # hwrl itself looks for stop texts
-            ignore_eos=True,  # the configuration's, which may be others
-            logprobs=0,  # of the chosen token only
+            stop_token_ids=[*eos_ids, *wanted.stop_token_ids],  # hwrl itself looks for stop texts, by StopFinder
+            ignore_eos=True,  # vLLM would read other ids from the model's configuration
+            logprobs=0,  # the chosen token's, and no others
             detokenize=False,
         )
         if sampling.temperature != wanted.temperature:
             raise ValueError(f"it would sample at temperature {sampling.temperature}")
         if wanted.is_filtered and (sampling.top_p, sampling.min_p) != (wanted.top_p, wanted.min_p):
             raise ValueError(f"it would sample with top_p={sampling.top_p} and min_p={sampling.min_p}")
-    except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
+    except Exception as exc:  # since vLLM 0.28 these errors are not ValueErrors
         raise EngineError(
             f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
             why=f"{exc}; the request is {wanted}",
@@ -51,21 +51,23 @@ def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
 
 
 def start_vllm(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool, causes: Causes) -> Any:
-    """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise.
+    """Start vLLM and return its ``LLMEngine``, with the engine core in this process if ``inline``. Blocks.
 
-    Raises UnsupportedError for ``settings.may_sleep`` where vLLM has no sleep mode.
-    ``causes`` has the errors of its processes. Memory of a device that is too small raises torch.OutOfMemoryError.
+    Raises ConfigError if vLLM refuses an argument, UnsupportedError for ``settings.may_sleep`` where vLLM has no sleep
+    mode, torch.OutOfMemoryError if a device has too little memory, and EngineError if vLLM fails otherwise. The errors
+    have the reasons in ``causes``. Sets environment variables, for this process and the ones that it starts.
     """
-    # vLLM for CPUs would start a worker process, too; the argument of _make decides.
+    # With "1" vLLM for CPUs would put even a single worker into a process of its own. Whether the engine core has a
+    # process of its own is decided by the argument enable_multiprocessing in _make.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, and may have used the device
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
     os.environ[OWNER] = str(os.getpid())
     if "hwrl" not in os.environ.get(_PLUGINS, "hwrl").split(","):
-        os.environ[_PLUGINS] += ",hwrl"  # without it vLLM's processes would outlive a killed owner
+        os.environ[_PLUGINS] += ",hwrl"  # hwrl's plugin ends vLLM's processes after their owner
     try:
         return _make(settings, options, inline=inline)
-    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates it
+    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates the second
         raise
     except Exception as exc:
         cause = causes.of(exc)

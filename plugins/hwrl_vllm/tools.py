@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls, for the policy's text."""
+"""vLLM's parsers find the tool calls in the policy's text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hwrl.interfaces import ParsedAnswer, ToolCall, ToolParser, Tools
 
 
 def vllm_tool_parser(name: str, tokenizer: Any) -> ToolParser:
-    """Return vLLM's parser ``name``; UnsupportedError if there is none, or if it needs another tokenizer."""
+    """Return vLLM's parser ``name``. Raises UnsupportedError if vLLM has none, or if it cannot use ``tokenizer``."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -26,7 +26,8 @@ def vllm_tool_parser(name: str, tokenizer: Any) -> ToolParser:
 
     def parse(text: str, tools: Tools) -> ParsedAnswer:
         request = ChatCompletionRequest(model="policy", messages=[], tools=[dict(tool) for tool in tools])
-        found = kind(tokenizer, request.tools).extract_tool_calls(text, request)  # it keeps state: one for each text
+        parser = kind(tokenizer, request.tools)  # a new one for each text, because a parser keeps state
+        found = parser.extract_tool_calls(text, request)
         if not found.tools_called:
             return ParsedAnswer(text)
         calls = tuple(ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls)

@@ -1,4 +1,4 @@
-"""The trainer's end of vLLM's weight transfer, for any trainer; its process needs no vLLM."""
+"""The trainer's end of vLLM's weight transfer, for any trainer. The trainer's process needs no vLLM."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from hwrl.weights import POLICY, NamedTensor, Taken, WeightSender, WeightSource
 
 _log = logging.getLogger("vllm.hwrl")
 WORKERS = "vllm/workers"
-"""The store's key of the number of workers that have joined."""
+"""The key in the store for the number of workers that have joined."""
 
 _ANSWER_S = 10.0
-"""How long after a call its answers may come, on a busy machine."""
+"""Seconds to wait for the workers' answers after a call. They wrote them before it returned, unless they failed."""
 
 
 def answer_key(call: int, number: int) -> str:
-    """Return the store's key of worker ``number``'s answer to ``call``; call 0 is the joining."""
+    """Return the key in the store for worker ``number``'s answer to call ``call``. Call 0 is the join."""
     return f"vllm/answers/{call}/{number}"
 
 
 class TransferClient(Protocol):
-    """Calls vLLM's workers, all of them; as vLLM's ``VLLMWeightSyncClient``. Each method blocks until they are done."""
+    """Calls all of vLLM's workers, like vLLM's ``VLLMWeightSyncClient``. Each method blocks until all have returned."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the workers join a trainer."""
+        """Let the workers join a trainer. ``init_info`` has the fields of ``TransferInit``."""
 
     def start_weight_update(self) -> None:
         """Begin an update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Do one step of the update."""
+        """Do one step of the update. ``update_info`` has the fields of ``TransferUpdate``."""
 
     def finish_weight_update(self) -> None:
         """End the update."""
@@ -52,10 +52,10 @@ class TransferClient(Protocol):
 class TransferTrainerInit:
     """The settings of :class:`TransferTrainer`.
 
-    ``rank`` is the trainer's rank; rank 0 sends. ``host`` is this machine's address for the workers. ``transport``,
-    ``slab_nbytes`` and ``timeout_s`` are those of :class:`~hwrl.weights.WeightSender`. With ``keep_old_version`` each
-    worker has memory for its part of a second version during an update, and the old one serves until all workers have
-    the new one. Without it each version is loaded in place.
+    ``rank`` is this process's rank among the trainer's; rank 0 sends. ``host`` is the address of this machine by which
+    the workers reach it. ``transport``, ``slab_nbytes`` and ``timeout_s`` are those of
+    :class:`~hwrl.weights.WeightSender`. With ``keep_old_version`` each worker holds its part of a second version during
+    an update, and the old version serves until all workers have the new one. Without it versions are loaded in place.
     """
 
     backend: ClassVar[str] = "hwrl"
@@ -73,25 +73,27 @@ class TransferTrainerInit:
 
 
 class TransferTrainer:
-    """Sends the weights of ``source`` to the vLLM behind ``client``; vLLM's ``TrainerWeightTransferEngine``.
+    """Sends the weights of ``source`` to the vLLM behind ``client``.
 
-    ``source`` is a :class:`~hwrl.weights.WeightSource` or vLLM's. It is read once in each update, on every rank, to
-    its end. Only rank 0 (``init_info.rank``) needs whole tensors and calls the client. Used from one thread.
+    It has the interface of vLLM's ``TrainerWeightTransferEngine``. ``source`` is a :class:`~hwrl.weights.WeightSource`
+    or vLLM's. Each update reads it once, on every rank, to its end. Only rank 0 (``init_info.rank``) needs whole
+    tensors and calls the client. Use it from one thread. Blocks until all workers have joined; raises EngineError if
+    they do not.
     """
 
     def __init__(self, init_info: TransferTrainerInit, *, client: TransferClient, source: Any) -> None:
         self._init, self._client, self._source = init_info, client, source
         self.version = 0
-        """The number of updates so far."""
+        """The number of calls of :meth:`send_weights` so far, failed ones too. It is the version of the last one."""
         if not init_info.is_sender:
             return
         self._store = serve_store(init_info.host)
-        self._beside = clone_store(self._store)  # for the thread of calls: a client blocks its other threads
+        self._beside = clone_store(self._store)  # for the calling thread: one store's threads wait for each other
         address = store_address(self._store)
         self._workers = _Workers(client, self._beside, address=address, keeps_old=init_info.keep_old_version)
         self._link = self._join()
         self._is_unsure = False
-        """True while we do not know whether an update is under way."""
+        """Whether the workers may be in an update of which this process does not know."""
         self._sender = WeightSender(
             self._store,
             transport=init_info.transport,
@@ -101,15 +103,16 @@ class TransferTrainer:
 
     @classmethod
     def trainer_init(cls, init_info: TransferTrainerInit, *, client: TransferClient, source: Any) -> TransferTrainer:
-        """Return the trainer's end, joined by all workers. Called on every rank."""
+        """Return the trainer's end after all workers have joined. Call it on every rank."""
         return cls(init_info, client=client, source=source)
 
     def send_weights(self) -> None:
-        """Send the source's weights, and return when every worker has loaded them. Called on every rank; blocks.
+        """Send the source's weights, and return when every worker has loaded them. Call it on every rank; it blocks.
 
-        Raises TransferFailedError or EngineError if a worker did not get them. The old version then serves, and the
-        next call sends again. If the answer to the call that begins or ends the update is lost, the workers join again,
-        and say what they have done.
+        Raises TransferFailedError or EngineError if a worker did not get them. The error says which version serves;
+        with ``keep_old_version`` it is the old one, unless a worker failed in loading. The next call sends again. The
+        answer to the call that begins or ends an update may be lost. Then the workers join again, and their answers
+        say whether they are in an update.
         """
         self.version += 1
         source = _OnePass(self._source)
@@ -117,10 +120,10 @@ class TransferTrainer:
             if self._init.is_sender:
                 self._update(source)
         finally:
-            source.drain()  # the other ranks read it, too
+            source.drain()  # reading may be collective, so every rank reads to the end
 
     def shutdown(self) -> None:
-        """Close the connections."""
+        """Close the connections. May be called again."""
         if self._init.is_sender:
             self._link.close()
             self._sender.close()
@@ -137,7 +140,7 @@ class TransferTrainer:
             self._workers.install()
         except BaseException:
             self._link.close()
-            self._link = self._join()  # also the workers that were excluded
+            self._link = self._join()  # workers that the sender excluded join again, too
             raise
         finally:
             self._finish()
@@ -160,7 +163,7 @@ class TransferTrainer:
             self._join_again()
 
     def _join_again(self) -> None:
-        """Let the workers say whether an update is under way, and end it. They may not be told twice to begin one."""
+        """Let the workers join again, and end their update if they are in one: vLLM allows no second start."""
         self._is_unsure = True
         self._link.close()
         self._workers.join()
@@ -168,12 +171,12 @@ class TransferTrainer:
         self._is_unsure = False
 
     def _join(self) -> EngineModels:
-        engine: Any = self._workers  # the part of an engine that takes offers
+        engine: Any = self._workers  # it has the methods of an engine that receive weights
         names: Any = {"address": store_address(self._store), "name": POLICY, "replica": "vllm"}
         return EngineModels(engine, self._beside, **names, timeout_s=self._init.timeout_s, newest=False)
 
     def _transfer(self, source: WeightSource) -> bool:
-        """Send a version here while the workers receive it, in calls of another thread; return whether all did."""
+        """Send a version. Meanwhile another thread calls the workers, which receive it. Return whether all have it."""
         ended = threading.Event()
         with ThreadPoolExecutor(1) as thread:
             receiving = thread.submit(self._receive, ended)
@@ -181,13 +184,14 @@ class TransferTrainer:
                 self._sender.publish(self.version, source)
             except TransferFailedError:
                 ended.set()
-                receiving.result()  # a worker's own failure says more
+                receiving.result()  # raises a worker's own error, which says more
                 raise
             finally:
                 ended.set()
             return receiving.result()
 
     def _receive(self, ended: threading.Event) -> bool:
+        """Wait for an offer, and let the workers take it. Return False if sending has ended without one."""
         while True:
             is_last = ended.wait(0.005)
             if self._link.look():
@@ -197,11 +201,11 @@ class TransferTrainer:
 
 
 class _Workers:
-    """vLLM's workers as the receivers of one engine; they answer in the store."""
+    """vLLM's workers, as the receivers of one engine. Calls return no results, so workers answer in the store."""
 
     version = -1
     failure = ""
-    """Why the workers have not received the newest version."""
+    """Why workers do not have the newest version; empty if all have it."""
 
     def __init__(self, client: TransferClient, store: Store, *, address: str, keeps_old: bool) -> None:
         self._client, self._store, self._address, self._keeps_old = client, store, address, keeps_old
@@ -210,7 +214,7 @@ class _Workers:
         self.join()
 
     def join(self) -> None:
-        """Let all workers join, perhaps again, and end the update that they are in, if they are."""
+        """Let all workers join, for the first time or again. If they are in an update, end it."""
         for number in range(int(self._store.add(WORKERS, 0))):
             self._store.delete_key(answer_key(0, number))
         self._store.delete_key(WORKERS)
@@ -219,41 +223,46 @@ class _Workers:
         joined = self._answers(0)
         self._ranks = [one["rank"] for one in joined]
         _require_all(self._ranks, of=max((one["of"] for one in joined), default=1))
-        if any(one["updating"] for one in joined):  # its trainer died in the update, or its message at the end was lost
+        if any(one["updating"] for one in joined):  # a former trainer died in it, or the call that ends it was lost
             self._client.finish_weight_update()
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise EngineError if the weights belong to another model; nothing is overwritten."""
+        """Raise EngineError if ``tensors`` are another model's; nothing is overwritten then."""
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self._call("the old version serves", shapes=shapes)
 
     def receive_weights(self, offer: WeightOffer) -> int | None:
-        """Let the workers take ``offer``; return the proposal that all of them have, None if they have none."""
+        """Let the workers take ``offer``. Return the number of the proposal that all of them have, or None."""
         taken = self._call(self.consequence, offer=asdict(offer))
-        self.failure = self._told(one.proposal == 0 and one.why for one in taken)
+        self.failure = self._reasons(one.proposal == 0 and one.why for one in taken)
         found = {one.proposal for one in taken}
         self._proposal = found.pop() if len(found) == 1 else 0
         return self._proposal or None
 
     def install(self) -> None:
-        """Load the received version into the model of every worker, if it is not there yet."""
+        """Load the received version into every worker's model. Without ``keeps_old`` it is there already."""
         if self._keeps_old:
             self._call("its weights are of two versions, until a whole version is sent", install=self._proposal)
 
     def _call(self, consequence: str, **what: Any) -> list[Taken]:
+        """Call the workers with the fields ``what`` of ``TransferUpdate``, and return their answers.
+
+        Raises EngineError, with ``consequence``, if a worker failed.
+        """
         self._calls += 1
         self._client.update_weights({"call": self._calls, **what})
         taken = [Taken(**answer) for answer in self._answers(self._calls)]
-        why = self._told(one.fault and one.why for one in taken)
+        why = self._reasons(one.fault and one.why for one in taken)
         if why:
             raise EngineError(f"vLLM failed in an update; {consequence}", why=why, fix="see vLLM's log")
         return taken
 
-    def _told(self, reasons: Iterable[str | bool]) -> str:
-        """Return the workers' reasons; False is none."""
+    def _reasons(self, reasons: Iterable[str | bool]) -> str:
+        """Join the workers' ``reasons``, each with its rank; False or "" is no reason."""
         return "; ".join(f"rank {rank}: {why}" for rank, why in zip(self._ranks, reasons, strict=True) if why)
 
     def _answers(self, call: int) -> list[dict[str, Any]]:
+        """Take all workers' answers to ``call`` out of the store. Raises EngineError if one is missing."""
         keys = [answer_key(call, number) for number in range(self.receivers)]
         missing = await_keys(self._store, keys, timeout_s=_ANSWER_S)
         if missing:
@@ -265,7 +274,7 @@ class _Workers:
 
 
 class _OnePass:
-    """A source of weights for one update: its ranks read it together, so each reads it once."""
+    """A source of weights for one update. The ranks may read it together, so each rank reads it exactly once."""
 
     def __init__(self, source: Any) -> None:
         self._source, self._is_read = source, False
@@ -282,12 +291,13 @@ class _OnePass:
         yield from self._source
 
     def drain(self) -> None:
+        """Read the source to its end if nobody has begun to; the sender ends a read that it has begun."""
         if not self._is_read:
             collections.deque(self.read(), maxlen=0)
 
 
 def _require_all(ranks: Sequence[int], *, of: int) -> None:
-    """Raise EngineError unless ``ranks`` has each rank of one engine or more, which have ``of`` workers each."""
+    """Raise EngineError unless ``ranks`` has each of the ``of`` ranks, all equally often: once for each engine."""
     counts = collections.Counter(ranks)
     if {counts[rank] for rank in range(of)} != {max(counts.values(), default=1)}:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""The worker's end of vLLM's weight transfer: backend "hwrl" of ``--weight-transfer-config``."""
+"""The worker's end of vLLM's weight transfer, with the backend "hwrl" of ``--weight-transfer-config``."""
 
 from __future__ import annotations
 
@@ -27,33 +27,42 @@ from hwrl.weights import EngineReceiver, Taken
 from hwrl_vllm.loading import ModelLoading
 from hwrl_vllm.trainer import WORKERS, answer_key
 
-_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
+_log = logging.getLogger("vllm.hwrl")  # vLLM's logger shows its messages
 
 
 @dataclass
-class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """The trainer's store (its address and key), and whether the old version serves until the new one is whole."""
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
+    """What a worker needs to join a trainer.
+
+    ``store`` is the address of the trainer's store, with its key. With ``keep_old_version`` the old version serves
+    until all workers have the new one.
+    """
 
     store: str = field(repr=False)
     keep_old_version: bool = True
 
 
 @dataclass
-class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # nor here
-    """One call of the trainer: check the names of its weights, take an offer, or install what was taken."""
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # likewise
+    """One call of the trainer, with the number ``call``. It has one of three tasks.
+
+    With ``shapes`` a worker checks the names and shapes of the trainer's weights. With ``offer``, the fields of a
+    WeightOffer, it receives a version. With ``install`` it loads the version that it has received.
+    """
 
     call: int
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    offer: dict[str, Any] | None = field(default=None, repr=False)  # it has the store's address and key
+    offer: dict[str, Any] | None = field(default=None, repr=False)  # not in logs: it has the store's key
     install: int = 0
-    """The number of the proposal to install."""
+    """The number of the proposal of the version to load."""
 
 
-class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]  # nor here
-    """Receives versions for one worker of vLLM; vLLM makes it and calls it, at any ``tensor_parallel_size``.
+class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]  # likewise
+    """Receives versions in one worker of vLLM, at any ``tensor_parallel_size``. vLLM makes it and calls it.
 
-    No method raises an Exception: with several workers vLLM would leave the second worker's error unread, and end at
-    the next call. The trainer reads the answers in its store.
+    The calls return no results, so a worker writes its answers into the trainer's store. The methods for a join and an
+    update catch every Exception and put it into the answer. If two workers raised errors, vLLM would read the first
+    only, take the second for the answer to the next call, and end.
     """
 
     init_info_cls = TransferInit
@@ -72,8 +81,8 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             place = self.loading.stage if self._keeps_old else self.loading.place
             self._number = int(self._store.add(WORKERS, 1)) - 1
             self._receiver = EngineReceiver(self._number, backend=backend, make_destination=place)
-        except Exception:  # noqa: BLE001 - the trainer misses its answer
-            trainer = init_info.store.partition("#")[0]  # without the key
+        except Exception:  # noqa: BLE001 - the trainer notices the missing answer
+            trainer = init_info.store.partition("#")[0]  # the log must not have the key
             _log.exception("this worker cannot join the trainer at %s", trainer)
             return
         self._answer(0, {"rank": config.rank, "of": config.world_size, "updating": self._is_updating})
@@ -84,7 +93,7 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     def receive_weights(self, update_info: TransferUpdate) -> None:
         try:
             taken = self._do(update_info)
-        except Exception as exc:  # noqa: BLE001 - the answer says it
+        except Exception as exc:  # noqa: BLE001 - the answer has it
             taken = Taken(why=f"{type(exc).__name__}: {exc}", fault=True)
         self._answer(update_info.call, taken._asdict())
 
@@ -101,10 +110,11 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise NotImplementedError: vLLM before 0.28 wants the method; the trainer's end is TransferTrainer."""
+        """Raise NotImplementedError. vLLM before 0.28 requires this method; hwrl's trainer's end is TransferTrainer."""
         raise NotImplementedError("send weights by hwrl_vllm.TransferTrainer")
 
     def _do(self, update: TransferUpdate) -> Taken:
+        """Do the task of ``update``. The result is empty unless the task is to take an offer."""
         if self._receiver is None:
             raise EngineError(
                 "this worker has joined no trainer", why="its log has it", fix="make a new TransferTrainer"
@@ -121,7 +131,10 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         return Taken()
 
     def _check(self, shapes: dict[str, list[int]]) -> None:
-        """Raise EngineError if the names or shapes are another model's; nothing is overwritten then."""
+        """Raise EngineError if ``shapes`` are another model's; nothing is overwritten then.
+
+        Checks nothing if transformers does not know the architecture.
+        """
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self.model_config.hf_config, trust_remote_code=False)
@@ -132,10 +145,10 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         require_same_model(saved_weights(model)[0], given)
 
     def _answer(self, call: int, answer: dict[str, Any]) -> None:
-        with suppress(Exception):  # the trainer is dead
+        with suppress(Exception):  # the trainer has ended, or this worker has never joined
             self._store.set(answer_key(call, self._number), json.dumps(answer))
 
     @functools.cached_property
     def loading(self) -> ModelLoading:
-        """What brings versions into this worker's model."""
+        """Loads versions into this worker's model."""
         return ModelLoading(self.model, model_config=self.model_config, vllm_config=self.vllm_config)

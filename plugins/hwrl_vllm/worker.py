@@ -1,4 +1,4 @@
-"""hwrl's extension of vLLM's workers: receive or load a whole version of the weights into the running model."""
+"""hwrl's extension of vLLM's workers: it receives or loads whole versions into the running model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter
 
 @dataclass(frozen=True)
 class LentWeights:
-    """Tensors in the rollout process's memory, one handle for each storage; a worker process can open them."""
+    """Tensors in the rollout process's memory that a worker process can open: one handle for each storage."""
 
     handles: list[dict[str, str | int]]
     places: dict[str, tuple[int, int, torch.dtype, torch.Size]]
-    """For each tensor: the number of its handle, its first byte, dtype and shape."""
+    """For each tensor: the index of its handle, its first byte in the storage, its dtype and its shape."""
 
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor], backend: Backend) -> LentWeights:
-        """Lend ``weights``, contiguous and not empty, as long as they exist."""
+        """Lend ``weights``; each must be contiguous and not empty. The handles are valid while the tensors exist."""
         handles: dict[int, dict[str, str | int]] = {}
         places = {}
         for name, tensor in weights.items():
@@ -41,7 +41,7 @@ class LentWeights:
         return cls(list(handles.values()), places)
 
     def open(self, backend: Backend) -> dict[str, torch.Tensor]:
-        """Return the tensors, in another process."""
+        """Return the tensors. Call this in another process; they share the lender's memory."""
         opened = [backend.open_memory(handle) for handle in self.handles]
         return {
             name: opened[number][begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -50,7 +50,7 @@ class LentWeights:
 
 
 class WeightLoading:
-    """A mixin of vLLM's worker (``worker_extension_cls``). ``collective_rpc`` calls its methods."""
+    """A mixin for vLLM's worker (``worker_extension_cls``). The engine calls it through vLLM's ``collective_rpc``."""
 
     model_runner: Any
     model_config: Any
@@ -62,32 +62,33 @@ class WeightLoading:
         return EngineReceiver(self.rank, backend=get_backend(), make_destination=self.hwrl_loading.place)
 
     def hwrl_load_lent(self, pickled: bytes) -> None:
-        """Load the weights of another process: ``pickled`` are LentWeights and the ``adapter`` of :meth:`hwrl_load`."""
+        """Do :meth:`hwrl_load` with another process's tensors. ``pickled`` is a pair of LentWeights and ``adapter``."""
         lent, adapter = pickle.loads(pickled)
         self.hwrl_load(lent.open(get_backend()), adapter)
 
     def hwrl_record(self, pickled: bytes) -> None:
-        """Record how vLLM's loaders bring weights into the model, before there are any.
+        """Record how vLLM's loaders bring weights into the model. The engine has no weights at this time.
 
-        ``pickled`` are the dtypes and shapes of the model's weights, by name. The recorded loaders get tensors on the
-        host; no byte of them is read unless a loader computes with it. The model's weights are arbitrary afterwards.
+        ``pickled`` has the dtype and shape of each of the model's weights, by name. The loaders get host tensors
+        without values. A loader reads one only if it computes with it, so they need no physical memory otherwise. The
+        model's weights are arbitrary afterwards.
         """
-        forms: Mapping[str, tuple[torch.dtype, torch.Size]] = pickle.loads(pickled)
-        weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
+        described: Mapping[str, tuple[torch.dtype, torch.Size]] = pickle.loads(pickled)
+        weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in described.items()}
         self.hwrl_loading.record(weights, skips_copies=True)
 
     def hwrl_receive(self, pickled: bytes) -> Taken | None:
-        """Take ``pickled``, a WeightOffer, into this worker's weights; None if it has no part in it. Blocks."""
+        """Receive ``pickled``, a WeightOffer, into this worker's weights; None if it is not for this worker. Blocks."""
         offer: WeightOffer = pickle.loads(pickled)
         if offer.members[self.rank] is None:
             return None
         return self._hwrl_receiver.take(offer)
 
     def hwrl_load(self, weights: Mapping[str, torch.Tensor], adapter: Mapping[str, Any] | None) -> None:
-        """Load contiguous ``weights`` of the whole model, in place; each worker takes its shards. Blocks.
+        """Load contiguous ``weights`` of the whole model in place; this worker takes its shards of them. Blocks.
 
-        With ``adapter``, PEFT's config, the weights are a whole adapter's, under PEFT's names. After a failure the
-        model is a mixture of versions; another load repairs it.
+        With ``adapter``, PEFT's config, ``weights`` are a whole adapter under PEFT's names. After a failure the model
+        has weights of two versions. The next whole load repairs it.
         """
         if adapter is None:
             self.hwrl_loading.load(weights)
@@ -96,11 +97,11 @@ class WeightLoading:
         get_backend().synchronize()
 
     def hwrl_layers_without_place(self, names: Collection[str]) -> list[str]:
-        """Return the layers in ``names`` (an adapter's tensors) that cannot have an adapter in this model."""
+        """Return the layers that cannot have an adapter in this model. ``names`` are those of an adapter's tensors."""
         return layers_without_place(self.model_runner.lora_manager, names)
 
     def hwrl_release_receiver(self) -> None:
-        """Free the memory of receiving, before a sleep."""
+        """Free the receiver's ring, before a sleep."""
         self._hwrl_receiver.release()
 
     def hwrl_free_nbytes(self) -> int:
@@ -108,7 +109,7 @@ class WeightLoading:
         return get_backend().memory_info().free_nbytes
 
     def hwrl_prepare_sleep(self) -> None:
-        """Prepare for sleep: keep index tensors, and use hwrl's sleep backend if this vLLM supports one."""
+        """Prepare for sleeps: keep index tensors, and use hwrl's sleep backend if this vLLM has a registry of them."""
         keep_indices(self.model_runner.get_model())
         if hasattr(self, "_sleep_mode_backend"):
             from hwrl_vllm.sleep import pooled_sleep
@@ -117,6 +118,6 @@ class WeightLoading:
 
     @functools.cached_property
     def hwrl_loading(self) -> ModelLoading:
-        """What brings versions into this worker's model."""
+        """Loads versions into this worker's model."""
         model = self.model_runner.get_model()
         return ModelLoading(model, model_config=self.model_config, vllm_config=self.vllm_config)

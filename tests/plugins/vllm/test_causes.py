@@ -88,7 +88,7 @@ def log(logger: logging.Logger, error: Exception) -> None:
 
 def test_errors_are_told_once_each_oldest_first(logger: logging.Logger) -> None:
     errors = Causes()
-    causes.tell_errors()
+    causes.report_errors()
     logger.error("no exception")
     log(logger, IndexError("row\n9"))
     log(logger, RuntimeError("a worker failed"))

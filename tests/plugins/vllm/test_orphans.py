@@ -64,5 +64,5 @@ def ends(kind: str, code: str, *, look_first: bool, wait_s: float) -> bool:
 
 def test_the_owner_itself_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(orphans.OWNER, str(os.getpid()))
-    monkeypatch.setattr(orphans, "tell_errors", pytest.fail)
+    monkeypatch.setattr(orphans, "report_errors", pytest.fail)
     orphans.end_with_owner()
