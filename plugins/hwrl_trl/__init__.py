@@ -26,7 +26,7 @@ _MODULE_OF = {
 }
 
 
-# Its own dir() stays: the hook must be found there.
+# The module keeps its own dir(), because pluggy looks there for the hook.
 __getattr__, _ = lazy_names(__name__, _MODULE_OF)
 
 

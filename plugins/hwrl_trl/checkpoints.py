@@ -1,4 +1,4 @@
-"""hwrl's checkpoints for trainers of transformers and TRL: :class:`CheckpointCallback`."""
+"""Save trainers of transformers and TRL in hwrl's checkpoints: :class:`CheckpointCallback`."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ from hwrl.memory import Offloader
 from hwrl_trl.offload import OffloadCallback
 
 _HF = "hf"
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen ones come with the model
+"""The directory in a checkpoint with the files that transformers reads."""
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen parameters come with the model
 _FIX = "give trainer.train(resume_from_checkpoint=checkpoints.resume_path())"
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers is not followed by the type checker
     """Saves a ``trainer`` of transformers or TRL in ``directory``, and resumes it bit for bit.
 
-    It takes the place of transformers' own saves, at the same steps (``save_strategy`` "steps" or "epoch"). ``options``
-    are those of :class:`~hwrl.checkpoint.CheckpointManager`: ``max_ckpt_to_keep``, ``async_save`` and so on. All ranks
-    make one, after the trainer, and train in its ``with`` block::
+    It saves instead of transformers, at the same steps (``save_strategy`` "steps" or "epoch"). ``options`` are those of
+    :class:`~hwrl.checkpoint.CheckpointManager`: ``max_ckpt_to_keep``, ``async_save`` and so on. Make one on all ranks,
+    after the trainer, and train in its ``with`` block::
 
         with CheckpointCallback(trainer, "checkpoints", max_ckpt_to_keep=2) as checkpoints:
             trainer.train(resume_from_checkpoint=checkpoints.resume_path())
 
-    A checkpoint holds the trained parameters, the optimizer, the schedule, the loss scaler, each rank's random numbers
-    and those of the sampler. transformers reads weights and data position from files. So the directory ``hf`` has the
-    weights once more, as ``save_pretrained`` writes them, and ``trainer_state.json``.
+    A checkpoint holds the trained parameters, the optimizer, the learning-rate schedule, the loss scaler, and the
+    states of each rank's random generators and of its sampler's. transformers itself reads the weights and the data
+    position from files. So the checkpoint's directory ``hf`` has the weights once more, as ``save_pretrained`` writes
+    them, and ``trainer_state.json``.
 
     TRL may take several steps on the same responses (``steps_per_generation``, ``num_iterations``). Then a save waits
-    until they are used up. With :class:`OffloadCallback` a save reads the optimizer's state on the host.
+    until the last of these steps. With :class:`OffloadCallback` a save reads the optimizer's state in host memory.
 
     Raises :class:`~hwrl.errors.ConfigError` for FSDP and DeepSpeed through accelerate, because transformers reads their
     weights from formats of its own, and the errors of the manager.
@@ -62,9 +64,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
         self._trainer, self._backend = trainer, get_backend()
         self._group = Comm(self._backend).default_group() if dist.is_initialized() else None
         self._manager = CheckpointManager(directory, group=self._group, backend=self._backend, **options)
-        self._due, self._saved_step = False, -1
-        self._resumed: Resumed | None = None
-        self._sampler_state: list[int] | None = None  # at the begin of this epoch
+        self._due, self._saved_step = False, -1  # whether a save waits for its turn; the last saved or resumed step
+        self._resumed: Resumed | None = None  # until the random generators are restored
+        self._sampler_state: list[int] | None = None  # at the beginning of this epoch
         trainer.add_callback(self)
 
     def __enter__(self) -> CheckpointCallback:
@@ -78,7 +80,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
     def resume_path(self) -> str | None:
         """Return the directory ``hf`` of the newest good checkpoint, for ``trainer.train``; None if there is none.
 
-        Rank 0 reads all its files and compares their hashes. All ranks call this, and wait for rank 0.
+        Rank 0 reads all files of the checkpoint and compares their hashes. Call it on all ranks; they wait for rank 0.
         """
         leads = self._trainer.args.process_index == 0
         good = (str(info.path / _HF) for info in reversed(self._manager.checkpoints()) if leads and _is_good(info))
@@ -88,7 +90,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
         return newest[0]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Load all that transformers has not read from ``hf``."""
+        """Load the parts of the checkpoint that transformers has not read from ``hf``.
+
+        Raises CheckpointError unless transformers begins after the step of the newest good checkpoint.
+        """
         self._saved_step = state.global_step
         template = self._state()
         self._resumed = self._manager.resume(template)
@@ -108,7 +113,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
             part.load_state_dict(template[name])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Restore the sampler; between epochs the random numbers, too, because the data loader draws one next."""
+        """Restore the sampler's generator. Between two epochs restore the random generators, too.
+
+        The data loader draws its first number of an epoch after this call.
+        """
         sampler = _generator_of(parts["train_dataloader"])
         if self._resumed is not None:
             saved = self._rank_extra(self._resumed)["sampler"]
@@ -119,7 +127,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
         self._sampler_state = _state_of(sampler)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Restore the random numbers within an epoch: the data loader has drawn its own by now."""
+        """Within an epoch restore the random generators here: the data loader has drawn its first number before."""
         self._restore_random_numbers()
 
     def _restore_random_numbers(self) -> None:
@@ -134,7 +142,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
     # -- saving -------------------------------------------------------------------------------------------------
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take over a save of transformers. It waits for the log and the evaluation of its step."""
+        """Save instead of transformers: after the step's log and evaluation, and when its responses are used up."""
         if control.should_save:
             self._take_over(control)
         logged = bool(state.log_history) and state.log_history[-1]["step"] == state.global_step
@@ -147,9 +155,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
     on_log = on_evaluate = on_epoch_end = on_step_end
 
     def _take_over(self, control: Any) -> None:
+        """Tell transformers not to save, and note that a save is due here."""
         self._due, control.should_save = True, False
         offloader = self._offloader()
-        if offloader is not None:  # its callback has kept the state on the device, for transformers
+        if offloader is not None:  # OffloadCallback has left the state on the device for transformers
             offloader.offload(params=False)
 
     def _save(self, state: Any, control: Any, sampler: torch.Generator | None) -> None:
@@ -167,7 +176,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
             )
 
     def _export(self, state: Any, control: Any) -> Callable[[Path, SavedTensors], None]:
-        """Return the writer of ``hf``. Training may go on while it runs: it reads the saved tensors."""
+        """Return the function that writes ``hf``. It reads the saved tensors, so training may continue meanwhile."""
         stateful = [one for one in [*self._callbacks, control] if isinstance(one, ExportableState)]
         position = copy.deepcopy(state)
         position.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
@@ -209,7 +218,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
 
 
 def _check(trainer: Any) -> None:
-    """Raise ConfigError for a trainer that cannot be resumed from hwrl's files."""
+    """Raise ConfigError if transformers could not resume ``trainer`` from a checkpoint of hwrl."""
     args = trainer.args
     wrong = {
         "FSDP through accelerate": trainer.is_fsdp_enabled,
@@ -226,7 +235,7 @@ def _check(trainer: Any) -> None:
 
 
 def _has_used_up_responses(args: Any, state: Any) -> bool:
-    """Return whether the next step begins with new responses. Trainers without responses have no such arguments."""
+    """Return whether the next step begins with new responses. It always does for trainers without these arguments."""
     batches: int = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
     return bool(state.global_step * args.gradient_accumulation_steps % batches == 0)
 
@@ -240,7 +249,10 @@ def _is_good(info: CheckpointInfo) -> bool:
 
 
 def _generator_of(loader: Any) -> torch.Generator | None:
-    """Return the sampler's own generator. TRL's sampler goes on with it; accelerate's seeds it in each epoch."""
+    """Return the sampler's own generator if its state lasts beyond an epoch, as of TRL's sampler; otherwise None.
+
+    accelerate's sampler seeds its generator in each epoch, so there is nothing to save.
+    """
     sampler = get_sampler(loader)
     generator = None if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None

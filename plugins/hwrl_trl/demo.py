@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or go on; TRL prints the metrics of each step."""
+    """Train from the start or from the newest checkpoint. TRL prints the metrics of each step."""
     from hwrl_trl import CheckpointCallback, OffloadCallback, weights_by_hwrl
 
     for part in tiny_policy():
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tiny_trainer(directory: Path, *, callbacks: Sequence[Any] = (), **settings: Any) -> Any:
-    """Return a GRPOTrainer for the tiny model, with ``settings`` of its GRPOConfig; ten steps are an epoch."""
+    """Return a GRPOTrainer for the tiny model; ``settings`` are those of its GRPOConfig. Ten steps are an epoch."""
     import torch
     from trl import GRPOConfig, GRPOTrainer
 
@@ -68,7 +68,7 @@ def tiny_trainer(directory: Path, *, callbacks: Sequence[Any] = (), **settings: 
 
 
 def share_of_sevens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Return a reward for each response: the share of 7 in it."""
+    """Return the reward of each response: the share of its tokens that are 7."""
     return [ids.count(7) / len(ids) for ids in completion_ids]
 
 
@@ -80,7 +80,7 @@ def prompts() -> Any:
 
 
 def tiny_policy() -> tuple[Any, Any]:
-    """Return a model of two small layers, in float32, and its tokenizer: a token for each digit, with its value."""
+    """Return a float32 model of two small layers, and its tokenizer. The token id of a digit is its value."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 

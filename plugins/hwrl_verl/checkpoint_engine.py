@@ -1,4 +1,4 @@
-"""verl's checkpoint engine ``hwrl``: weights from the actors to the rollout workers, over a weight link of hwrl.
+"""A checkpoint engine for verl: it sends weights from the actors to the rollout workers, over a weight link of hwrl.
 
 verl imports this module for ``checkpoint_engine.custom_backend_module=hwrl_verl.checkpoint_engine``.
 """
@@ -23,19 +23,20 @@ from hwrl.weights import IncomingVersion, NamedTensor, StreamReceiver, WeightSen
 
 _LINK = "verl"
 _PROPOSAL_S = 3600.0
-"""How long a worker waits until the weights begin to come. verl ends the wait earlier if an actor dies."""
+"""Seconds that a worker waits for the first weights. verl ends the wait earlier if an actor dies."""
 
 
 @CheckpointEngineRegistry.register("hwrl")
 class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's types are not followed
-    """Sends from actor rank 0 to the rollout workers of one update; verl's step is the version.
+    """Sends weights from actor rank 0 to the rollout workers that verl chose for the update.
 
-    ``sending`` are options of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best size, not ``bucket_size``. A
-    worker's engine gets each tensor as it comes, and the decision last. With ``whole`` it gets
-    nothing before the decision, and the worker holds a whole model for that time.
+    The version is verl's step. ``sending`` are options of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best
+    size, and ``bucket_size`` is not used. A worker's engine gets each tensor as it comes, and learns last whether the
+    version was committed. With ``whole`` it gets no tensor before the commit, and the worker holds a whole model
+    meanwhile.
 
-    If a worker's engine fails, the others get the version. If a worker dies, the update fails for all, because verl's
-    tensors can be read only once. Each worker of the next update joins again.
+    If a worker's engine fails, the other workers get the version. If a worker dies, the update fails for all, because
+    verl's tensors can be read only once. Workers without the version join again in the next update.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, whole: bool = False, **sending: Any) -> None:
@@ -50,7 +51,7 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     def prepare(self) -> dict[str, str]:
         if self._receiver is not None and self._incoming is not None:
             missed = self._incoming.received is None or self._receiver[1].poll() is not None
-            if missed:  # an update that failed, or went to others: join anew, for later ones
+            if missed:  # its update failed or a later one went to others, so it joins again
                 self._incoming.close()
                 self._receiver[1].close()
                 self._receiver = self._incoming = None
@@ -77,7 +78,7 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send, in this thread: making the tensors is collective, and no other call may come between."""
+        """Send in this thread, and block it: making the tensors is collective, and no other call may come between."""
         if self._sender is None:
             collections.deque(weights, maxlen=0)
             return {}
@@ -86,9 +87,10 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
-        """Begin at once; what verl's call leaves when it ends, with an error, is read and forgotten.
+        """Begin to receive at once, and return the tensors.
 
-        So the other workers never wait for an engine that failed.
+        verl's call may end with an error before it has taken all tensors. Then a thread reads the rest and drops it, so
+        the other workers do not wait for an engine that failed.
         """
         assert self._receiver is not None, "verl calls init_process_group first"
         self._incoming = incoming = self._receiver[1].stream(timeout_s=_PROPOSAL_S)
@@ -107,5 +109,5 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
 
 
 def _read_the_rest(incoming: IncomingVersion) -> None:
-    with contextlib.suppress(HwrlError):  # verl has the engine's error
+    with contextlib.suppress(HwrlError):  # verl raises the engine's error
         collections.deque(incoming, maxlen=0)

@@ -1,7 +1,7 @@
-"""verl's platform ``hwrl``: hwrl's backend of this process is verl's device.
+"""A platform for verl, ``hwrl``: verl's device is that of this process's backend.
 
-verl imports this module by its entry point ``verl.plugins``, and logs an error at debug level. With
-``VERL_USE_EXTERNAL_MODULES=hwrl_verl.platform`` an error ends verl.
+verl imports this module by the entry point ``verl.plugins``, and logs an error of the import at debug level only. With
+``VERL_USE_EXTERNAL_MODULES=hwrl_verl.platform`` such an error ends verl.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hwrl.interfaces import Backend, Capability
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Return a method of a platform: the backend's ``name``."""
+    """Return a method that calls the backend's method ``name``; a dot in it leads to a part of the backend."""
     return lambda self, *args: operator.attrgetter(name)(self._backend)(*args)
 
 
 @PlatformRegistry.register(platform="hwrl")
 class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not followed
-    """Any backend of hwrl, as a device of verl. Selected by ``VERL_PLATFORM=hwrl`` only."""
+    """Any backend of hwrl as a device of verl. Only ``VERL_PLATFORM=hwrl`` selects it; verl's detection does not."""
 
     _backend = functools.cached_property(lambda self: get_backend())
     device_name = property(lambda self: self._backend.info.device_type)
@@ -41,20 +41,20 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
     ray_resource_options = _method("devices.ray_options")
 
     def communication_backend_name(self) -> str:
-        """Return the library of the device's groups: hwrl's staged groups if the device has no library of its own."""
+        """Return the collective library of the device; if it has none, that of hwrl's staged groups."""
         if self._backend.supports(Capability.COLLECTIVES).usable:
             return self._backend.comm_library()
         return collectives_of(self._backend).group_library()
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False: otherwise verl's detection would choose this platform where nobody asked for it."""
+        """Return False. Otherwise verl's detection would choose this platform without VERL_PLATFORM."""
         return False
 
     def is_available(self) -> bool:
         return self._backend.device_count() > 0
 
     def current_device(self) -> Any:
-        """Return the current index; the device's name if torch would take an index for another device."""
+        """Return the index of the current device; its name if torch would take an index for another device."""
         accelerator = torch.accelerator.current_accelerator()
         served = accelerator is not None and accelerator.type == self.device_name
         return self._backend.current_index() if served else self.device_name
@@ -63,10 +63,10 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         self.device_module.synchronize(device_index)
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)  # of all devices
+        torch.manual_seed(seed)  # it seeds all devices
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Apply ``settings`` if the device's allocator takes any at run time."""
+        """Apply ``settings`` if the device's allocator takes settings at run time, otherwise do nothing."""
         memory = getattr(self._backend.device_module, "memory", None)
         getattr(memory, "_set_allocator_settings", _nothing)(settings)
 
@@ -92,11 +92,11 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         return [f"RAY_EXPERIMENTAL_NOSET_{variable}"] if variable else []
 
     def is_ipc_supported(self) -> bool:
-        """Return whether other processes can open this device's memory by its index, as verl does."""
+        """Return whether other processes can open this device's memory; verl does so by the device's index."""
         return self._backend.supports(Capability.DEVICE_IPC).usable and isinstance(self.current_device(), int)
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Return what verl's own platform of the same device, if there is one, sets for rollout engines."""
+        """Return the variables that verl's own platform of this device sets for rollout engines; {} without one."""
         for name in PlatformRegistry.registered_names():
             own = PlatformRegistry.get(name)()
             if name != "hwrl" and own.device_name == self.device_name:
@@ -108,7 +108,7 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
 
 
 class _DeviceModule:
-    """torch's module of the device; the backend computes the statistics of memory that the module lacks."""
+    """torch's module of the device. The backend does the functions of ``_FROM_BACKEND`` that the module lacks."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -138,5 +138,5 @@ def _nothing(*_: Any) -> None:
     """Stand in for a function that this device's module lacks."""
 
 
-if os.environ.get("VERL_ENGINE_VENDOR") == "hwrl":  # it imports verl's training engines, which takes seconds
+if os.environ.get("VERL_ENGINE_VENDOR") == "hwrl":  # only then, because it imports verl's training engines for seconds
     import hwrl_verl.engine  # noqa: F401 - it registers itself

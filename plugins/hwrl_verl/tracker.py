@@ -1,7 +1,8 @@
-"""verl's tracker of the steps in one folder: with asynchronous saves, it names a step when all of it is complete.
+"""Write verl's tracker with asynchronous saves: it names a step only when all parts of the step are complete.
 
-verl saves the actor, then the critic, then its data loader in ``global_step_N/data.pt``. So when that file is whole,
-each part has begun its save. The folder must be shared by the workers and the driver.
+A *part* is the actor or the critic; a worker group saves each. In a step verl first calls the save of the actor, then
+of the critic, and then writes its data loader to ``global_step_N/data.pt``. So when that file is whole, each part has
+begun its save. Workers and driver must share the folder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hwrl.checkpoint import TRACKER_NAME, DurableFS
 from hwrl.errors import CheckpointSaveError
 
 LOOK_S = 0.02
+"""Seconds between two looks at the disk."""
 _log = logging.getLogger("hwrl.verl")
 
 
@@ -25,15 +27,15 @@ def part_directory(folder: Path, part: str) -> Path:
 
 
 def begin_part(folder: Path, part: str, step: int) -> None:
-    """Note on the disk that ``part`` belongs to ``step``."""
+    """Record that ``step`` has the part ``part``, by a directory on the disk."""
     DurableFS().mkdir(folder / _name(step) / part)
 
 
 def announce(folder: Path, part: str, step: int, *, timeout_s: float = 1800.0) -> None:
-    """Wait until all of ``step`` is complete and verl's tracker names it; the first part of the step writes it.
+    """Wait until all of ``step`` is complete, and until verl's tracker names it. Each complete ``part`` calls this.
 
-    ``part`` is complete already. Raises CheckpointSaveError if the rest is not complete, or the tracker does not name
-    it, within ``timeout_s``.
+    The first part, by name, writes the tracker. Raises CheckpointSaveError if the step is not complete, or the tracker
+    does not name it, within ``timeout_s``.
     """
     begun_s = time.monotonic()
 
@@ -48,14 +50,14 @@ def announce(folder: Path, part: str, step: int, *, timeout_s: float = 1800.0) -
 
     while lacking := _lacking(folder, step):
         wait(f"{lacking} was not there")
-    if part == _parts(folder, step)[0]:  # there is one writer
+    if part == _parts(folder, step)[0]:  # so there is one writer
         DurableFS().replace_file(folder / TRACKER_NAME, b"%d" % step)
-    while announced(folder) != step:  # it may name a later one: the run went back to an earlier step
+    while announced(folder) != step:  # a tracker of a later step does not count: the run may have gone back
         wait(f"{folder / TRACKER_NAME} did not name it")
 
 
 def announced(folder: Path) -> int:
-    """Return the step in verl's tracker, -1 if there is none."""
+    """Return the step that verl's tracker names; -1 if it names none."""
     try:
         return int((folder / TRACKER_NAME).read_text())
     except (FileNotFoundError, ValueError):
@@ -63,9 +65,9 @@ def announced(folder: Path) -> int:
 
 
 def put_unannounced_aside(folder: Path, part: str, *, after: int) -> None:
-    """Rename what a killed run left of steps that are newer than ``after`` and than the tracker; delete nothing.
+    """Rename what a killed run has left of steps later than ``after`` and than the tracker's. Deletes nothing.
 
-    verl goes back to an earlier step then, and saves these steps again.
+    verl resumes at an earlier step then, and saves these steps again under the same names.
     """
     last = max(after, announced(folder))
     left = [*part_directory(folder, part).glob("global_step_*"), *folder.glob("global_step_*/data.pt")]
@@ -78,14 +80,16 @@ def put_unannounced_aside(folder: Path, part: str, *, after: int) -> None:
 
 
 def _lacking(folder: Path, step: int) -> Path | None:
+    """Return a path that ``step`` still lacks; None if the step is complete."""
     data = folder / _name(step) / "data.pt"
-    if not zipfile.is_zipfile(data):  # torch.save writes the end of the archive last
+    if not zipfile.is_zipfile(data):  # whole: torch.save writes the end of the archive last
         return data
     parts = [part_directory(folder, part) / _name(step) for part in _parts(folder, step)]
     return next((path for path in parts if not path.is_dir()), None)
 
 
 def _parts(folder: Path, step: int) -> list[str]:
+    """Return the parts that have begun their save of ``step``, sorted."""
     begun = [path.name for path in (folder / _name(step)).iterdir() if path.is_dir()]
     return sorted(name for name in begun if part_directory(folder, name).is_dir())
 

@@ -1,8 +1,8 @@
-"""``python -m hwrl_vllm.bench``: updates of a live engine and its sleep, beside vLLM's own ways, in one run.
+"""``python -m hwrl_vllm.bench`` measures updates and sleep of a live engine, beside vLLM's own ways, in one run.
 
-Two processes, a trainer with transformers' model and a rollout with vLLM, on one device or, with ``--apart``, on two.
-The weights are random and change before each update. After it, the trainer compares the engine's log-probabilities with
-its own.
+It has two processes: a trainer with transformers' model, and a rollout with vLLM. They share one device or, with
+``--apart``, have one each. The weights are random and change before each update. After each update the trainer compares
+the engine's log-probabilities with its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hwrl_bench import MODELS, BenchPlan, BenchWorker, TransferResult, TransferW
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _ASLEEP_S = (0.0, 0.0, 2.0, 2.0)
-"""Wake at once, and after a while, as after a trainer's step: a driver takes time to clear freed memory."""
+"""Seconds asleep. 0 wakes while the driver still clears freed memory; 2 is like a wake after a trainer's step."""
 _MAX_DIFFERENCE = 0.1
-"""bfloat16 makes a smaller mean difference of log-probabilities; the weights of another version make ten times more."""
+"""A larger mean difference of log-probabilities is wrong. bfloat16 makes less; another version makes ten times more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the JSON after each part; the exit status is 1 if log-probabilities were not equal."""
+    """Measure and print; write the JSON after each part. Return 1 if log-probabilities differ by too much."""
     parser = argparse.ArgumentParser(prog="python -m hwrl_vllm.bench", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="4b", help="size of the model (default 4b)")
     parser.add_argument("--apart", action="store_true", help="trainer and rollout on a device each")
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class EngineWorkload:
-    """The model and the engine to measure, the same for both processes. ``apart``: on a device each.
+    """What both processes measure: the model in ``directory``, and vLLM with ``options``.
 
-    ``keep_old``: hwrl's way has room for two versions.
+    With ``apart`` each process has a device of its own. With ``keep_old`` hwrl's way has room for two versions.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class EngineWorkload:
     options: dict[str, Any]
 
     def ways(self) -> dict[str, Any]:
-        """Return the options of the ways."""
+        """Return the options of :func:`~hwrl_vllm.bench_ways.make_ways`."""
         return {"apart": self.apart, "keep_old": self.keep_old, "directory": self.directory}
 
 
@@ -93,9 +93,9 @@ def _run(
     from hwrl.run import machine_devices
 
     backend = get_backend()
-    if workload.apart:  # vLLM takes the first visible device, even if another one is current
+    if workload.apart:  # vLLM takes the first visible device, and not the current one
         device = machine_devices(os.environ, backend.devices, count=2)[rank]
-        os.environ |= backend.devices.render([device])  # read once, when the device is first used
+        os.environ |= backend.devices.render([device])  # before the first use of a device, because it is read only then
     if backend.device_count():
         backend.set_device(0)
     worker = BenchWorker.connect(rank, 2, address, backend)
@@ -109,7 +109,7 @@ def _run(
 
 
 class EngineProcess(ABC):
-    """One of the two processes. Both run the same rounds; each method does this process's part of a step."""
+    """One of the two processes. Both run the same rounds, and each method does this process's part of them."""
 
     def __init__(self, worker: BenchWorker, plan: BenchPlan, workload: EngineWorkload) -> None:
         from hwrl_vllm.bench_ways import wire_s
@@ -122,26 +122,26 @@ class EngineProcess(ABC):
 
     @abstractmethod
     def set_up(self) -> dict[str, TransferWay]:
-        """Build the model, or the engine; return this process's ends of the ways."""
+        """Build the trainer's model or the rollout's engine. Return this process's ends of the ways, by name."""
 
     @abstractmethod
     def update(self, way: str) -> dict[str, Any]:
-        """Send or receive the next version."""
+        """Send or receive the next version by ``way``. The trainer returns the times; the rollout returns nothing."""
 
     @abstractmethod
     def check(self) -> dict[str, Any]:
-        """Generate, or compare what was generated."""
+        """Generate responses, or compare their log-probabilities. The trainer returns the differences."""
 
     @abstractmethod
     def finish(self, part: str, rows: Any) -> None:
-        """Give a part's rows to the trainer, which writes them."""
+        """Send the part's rows to the trainer; the trainer writes those of both processes."""
 
     def measure_part(self, name: str) -> None:
         """Measure one part: "updates" or "sleep"."""
         self.finish(name, self.measure_updates() if name == "updates" else self.measure_sleep())
 
     def measure_updates(self) -> dict[str, list[dict[str, Any]]]:
-        """Update by each way in turns; return the times of each round, by way."""
+        """Update by the ways in turn. Return a row for each round, by way."""
 
         def measure(way: str, _: int) -> dict[str, Any]:
             self.worker.barrier()
@@ -150,7 +150,7 @@ class EngineProcess(ABC):
         return replace(self.plan, ways=tuple(self.ways)).take_turns(measure)
 
     def measure_sleep(self) -> dict[str, Any]:
-        """Sleep and wake, with hwrl's memory for the weights and with vLLM's."""
+        """Sleep and wake with hwrl's memory for the weights, then with vLLM's. Return the rows by memory and level."""
         measured: dict[str, Any] = {}
         for memory in ("hwrl", "vLLM"):
             self.use_sleep_memory(memory)
@@ -164,7 +164,7 @@ class EngineProcess(ABC):
         return measured
 
     def _level_2(self, asleep_s: float) -> dict[str, Any]:
-        """Sleep without the weights; wake for the weights, update, wake for the attention cache."""
+        """Sleep and keep nothing; wake the weights, update them, wake the attention cache."""
         row = {**self.time_sleep(2), **_stay_asleep(asleep_s), **self.time_wake("weights")}
         self.worker.barrier()
         updated = self.update("hwrl")
@@ -176,11 +176,11 @@ class EngineProcess(ABC):
         return
 
     def time_sleep(self, level: int) -> dict[str, float]:
-        """Let the engine sleep; return seconds and freed bytes."""
+        """Let the engine sleep. Return the seconds and the freed bytes; nothing in the trainer."""
         return {}
 
     def time_wake(self, tag: str | None) -> dict[str, float]:
-        """Wake the engine, or its part ``tag``; return the seconds."""
+        """Wake the engine, or only its part ``tag``. Return the seconds; nothing in the trainer."""
         return {}
 
 
@@ -195,7 +195,7 @@ def _model_nbytes(directory: Path) -> int:
 
 
 class TrainerProcess(EngineProcess):
-    """Has transformers' model, sends its weights, and writes the result."""
+    """The trainer: it has transformers' model, sends its weights, and writes the result."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class TrainerProcess(EngineProcess):
         return {"total_s": received.pop("end") - begin, "sender": dict(sent.stages), **received}
 
     def check(self) -> dict[str, Any]:
-        """Return how far the engine's log-probabilities are from those of the model that was sent."""
+        """Return how far the engine's log-probabilities are from the model's, and its tokens from greedy ones."""
         import torch
 
         self.checks += 1
@@ -266,7 +266,7 @@ class TrainerProcess(EngineProcess):
 
 
 class RolloutProcess(EngineProcess):
-    """Has vLLM's engine."""
+    """The rollout: it has the engine on vLLM."""
 
     def set_up(self) -> dict[str, TransferWay]:
         import torch
@@ -288,7 +288,7 @@ class RolloutProcess(EngineProcess):
             "enable_prefix_caching": False,
             **vllm_transfer_options(self.worker.backend, apart=self.workload.apart),
         }
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own transfers give their process objects
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own transfers pickle objects for its process
         self.engine = VllmEngine(settings, options=options | self.workload.options, backend=self.worker.backend)
         self._before = self._held(reset=True)
         return make_ways(self.worker, [], self.engine, **self.workload.ways())
@@ -304,14 +304,14 @@ class RolloutProcess(EngineProcess):
         return {}
 
     def _held(self, *, reset: bool) -> list[tuple[int, int]]:
-        """Return the bytes that this process and vLLM's workers hold, and the most of each."""
+        """Return the bytes held now and the most since the last ``reset``: of this process, then of each worker."""
         from hwrl_vllm.bench_ways import held_by_workers, held_nbytes
 
         workers = self.engine.core.call_workers(partial(held_by_workers, reset=reset))
         return [held_nbytes(reset=reset), *map(tuple, workers)]
 
     def _extra_nbytes(self) -> dict[str, int]:
-        """Return the most bytes beside vLLM's in an update: of this process, and of the worker with most."""
+        """Return the most bytes in an update, less those at the start: of this process, and the most of a worker."""
         most = self._held(reset=True)
         here, *workers = [now[1] - before[0] for now, before in zip(most, self._before, strict=True)]
         return {"rollout process": here, "worker": max(workers)}
@@ -360,7 +360,7 @@ def _stay_asleep(seconds: float) -> dict[str, float]:
 def _use_vllm_memory(worker: Any) -> None:
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-    worker.worker._sleep_mode_backend = CuMemBackend()  # vLLM gives functions a wrapper of the worker
+    worker.worker._sleep_mode_backend = CuMemBackend()  # vLLM passes a wrapper of the worker to functions
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -369,14 +369,14 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def merge(rows: Any, others: Any) -> Any:
-    """Return the rows of two processes as one: dicts by key, lists by position."""
+    """Return the rows of two processes as one. Dicts are merged by key, and lists of rows by position."""
     if isinstance(rows, list):
         return [{**one, **other} for one, other in zip(rows, others, strict=True)]
     return {key: merge(rows[key], others[key]) for key in rows}
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians over the rounds, and each round's total."""
+    """Return the medians of the rounds' values, and the total of each round."""
     summary: dict[str, Any] = {"total_s": [row["total_s"] for row in rows]}
     for key, value in rows[0].items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The ways to update a live engine of ``python -m hwrl_vllm.bench``: hwrl's weight link, and vLLM's own transfers."""
+"""The ways of ``python -m hwrl_vllm.bench`` to update a live engine: hwrl's weight link, and vLLM's own transfers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class EngineLink(TransferWay):
-    """hwrl's weight link into hwrl's engine: straight into the weights of its workers.
+    """hwrl's weight link into hwrl's engine. The engine's workers receive straight into their weights.
 
-    The engine cannot step while it receives; ``pause_s`` is that time.
+    The engine cannot step while it receives; ``pause_s`` is that time. The trainer gives no ``engine``.
     """
 
     def __init__(self, worker: BenchWorker, named: Named, engine: VllmEngine | None, *, apart: bool) -> None:
@@ -45,7 +45,7 @@ class EngineLink(TransferWay):
         return TransferResult(stages={**report.seconds, "transfer": report.transfer_s})
 
     def receive(self, version: int) -> TransferResult:
-        while not self._link.poll():  # the engine could step here
+        while not self._link.poll():  # a run's engine steps here
             pass
         begin, self._pause_s = time.perf_counter(), 0.0
         if self._link.load(incarnation=0) is None:
@@ -66,15 +66,15 @@ class EngineLink(TransferWay):
             finally:
                 self._pause_s = time.perf_counter() - begin
 
-        engine.receive_weights = timed  # type: ignore[method-assign]  # for its time
+        engine.receive_weights = timed  # type: ignore[method-assign]  # to measure its time
 
 
 class TwoVersionsLink(EngineLink):
-    """The same with room for two versions: the engine steps until the new version is whole, and then loads it."""
+    """The same with room for two versions. The engine steps until the new version is whole, and then loads it."""
 
     def receive(self, version: int) -> TransferResult:
         assert self._engine is not None, "the trainer sends"
-        while self._receiver.poll() is None:  # the engine could step here
+        while self._receiver.poll() is None:  # a run's engine steps here
             pass
         received = self._receiver.receive()
         load = time.perf_counter()
@@ -87,7 +87,7 @@ class TwoVersionsLink(EngineLink):
 
 
 class VllmTransfer(TransferWay):
-    """One of vLLM's weight-transfer engines. The trainer calls methods of vLLM's worker in the rollout process."""
+    """One of vLLM's weight-transfer engines. The rollout process makes the trainer's calls in vLLM's worker."""
 
     def __init__(self, worker: BenchWorker, named: Named, engine: VllmEngine | None, *, packed: bool) -> None:
         self._worker, self._named, self._engine, self._packed = worker, named, engine, packed
@@ -119,22 +119,23 @@ class VllmTransfer(TransferWay):
 
     @abstractmethod
     def _send_tensors(self) -> None:
-        """Send through vLLM's trainer side."""
+        """Send by vLLM's own code for a trainer."""
 
     def _decode(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a method of vLLM's worker."""
+        """Return the arguments for vLLM's worker from those that were sent."""
         return arguments
 
     def _post(self, method: str, **arguments: Any) -> None:
-        """Let vLLM's worker call ``method``; do not wait."""
+        """Let vLLM's worker run ``method``. Does not wait."""
         self._calls += 1
         self._worker.put(self._key("call", self._calls), (method, arguments))
 
     def _wait(self) -> None:
-        """Wait until vLLM's worker finished the last call."""
+        """Wait until vLLM's worker has finished the last call."""
         self._worker.get(self._key("done", self._calls))
 
     def _call(self, method: str, **arguments: Any) -> None:
+        """Let vLLM's worker run ``method``, and wait for its end."""
         self._post(method, **arguments)
         self._wait()
 
@@ -143,9 +144,10 @@ class VllmTransfer(TransferWay):
 
 
 class VllmIpc(VllmTransfer):
-    """To a process on the same device: a handle for each tensor, or for each filling of a buffer of 1 GiB.
+    """vLLM's transfer to a process on the same device.
 
-    torch can only pickle such handles. They go through files in ``directory``, which other users cannot open.
+    It sends a handle for each tensor or, if ``packed``, for each filling of a buffer of 1 GiB. Handles can only be
+    pickled, so they go through files in ``directory``, which other users cannot open.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class VllmIpc(VllmTransfer):
 
 
 class VllmNccl(VllmTransfer):
-    """To another device, by broadcasts of packed tensors."""
+    """vLLM's transfer to another device, by broadcasts; ``packed`` puts several tensors into one."""
 
     def __init__(self, worker: BenchWorker, named: Named, engine: VllmEngine | None, *, packed: bool) -> None:
         super().__init__(worker, named, engine, packed=packed)
@@ -200,7 +202,7 @@ class VllmNccl(VllmTransfer):
 
 
 def vllm_transfer_options(backend: Backend, *, apart: bool) -> dict[str, Any]:
-    """Return the engine arguments for vLLM's own transfers; none where they do not work."""
+    """Return the engine arguments for vLLM's own transfers; empty where vLLM has none."""
     if backend.comm_library() == "nccl":
         return {"weight_transfer_config": {"backend": "nccl" if apart else "ipc"}}
     return {}
@@ -215,10 +217,10 @@ def make_ways(
     keep_old: bool,
     directory: Path,
 ) -> dict[str, TransferWay]:
-    """Return the ways for this machine; block until the other process calls this, too.
+    """Return the ways for this machine, by name. Blocks until the other process calls this, too.
 
-    The trainer gives the tensors to send, the rollout its ``engine``. ``directory`` is private to the benchmark. With
-    ``keep_old`` hwrl's way has room for two versions.
+    The trainer gives the tensors to send, ``named``; the rollout gives its ``engine``. Other users cannot open
+    ``directory``. With ``keep_old`` hwrl's way has room for two versions.
     """
     link = TwoVersionsLink if keep_old else EngineLink
     ways: dict[str, TransferWay] = {"hwrl": link(worker, named, engine, apart=apart)}
@@ -232,9 +234,9 @@ def make_ways(
 
 
 def wire_s(worker: BenchWorker, *, nbytes: int, apart: bool) -> float:
-    """Return the least time of five in which ``nbytes`` move from one device to the other, as one flat tensor.
+    """Return the seconds in which ``nbytes`` move from device to device as one flat tensor: the least of five times.
 
-    On one device that is a copy on it, by the trainer.
+    On one device the trainer copies the tensor there; without an accelerator it is broadcast.
     """
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=worker.backend.device())
     broadcast = apart or not worker.backend.device_count()
@@ -267,9 +269,9 @@ def _device_seconds(worker: BenchWorker, move: Callable[[], object]) -> float:
 
 
 def held_nbytes(*, reset: bool) -> tuple[int, int]:
-    """Return the bytes of this process's tensors on the device now, and the most since the last ``reset``.
+    """Return the bytes of this process's tensors on the device now, and the most since the last call with ``reset``.
 
-    On the host the most is the present value, because its heap keeps no such number.
+    Without an accelerator both are the present value, because a heap keeps no record of the most.
     """
     backend = get_backend()
     info = backend.memory_info()
@@ -281,5 +283,5 @@ def held_nbytes(*, reset: bool) -> tuple[int, int]:
 
 
 def held_by_workers(worker: Any, *, reset: bool) -> tuple[int, int]:
-    """Return :func:`held_nbytes` of a worker of vLLM, which calls this."""
+    """Return :func:`held_nbytes`. Each worker of vLLM calls this."""
     return held_nbytes(reset=reset)
