@@ -1,4 +1,4 @@
-"""Checks of a rollout engine, before it serves a request, loads weights or sleeps."""
+"""Checks of a rollout engine before it takes a request, makes a step, loads weights or sleeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_fit(request: GenerationRequest, *, max_length: int) -> None:
-    """Raise EngineError unless ``request`` has a prompt, and at most ``max_length`` tokens with its response."""
+    """Raise EngineError if ``request`` has no prompt, or may need more than ``max_length`` tokens with its response."""
     wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
     if not len(request.prompt_ids) or wanted > max_length:
         raise EngineError(
@@ -31,7 +31,7 @@ def require_fit(request: GenerationRequest, *, max_length: int) -> None:
 
 
 def require_weights(version: int, *, pending: int) -> None:
-    """Raise EngineError if requests are ``pending`` and ``version`` is -1: the engine has no weights."""
+    """Raise EngineError if there are ``pending`` requests but no weights (``version`` is -1)."""
     if pending and version < 0:
         raise EngineError(
             f"{pending} requests are pending, but the engine has no weights",
@@ -41,7 +41,7 @@ def require_weights(version: int, *, pending: int) -> None:
 
 
 def require_none_pending(pending: int) -> None:
-    """Raise EngineError if requests are ``pending``: the engine cannot sleep then."""
+    """Raise EngineError if there are ``pending`` requests: then the engine cannot sleep."""
     if pending:
         raise EngineError(
             "the engine cannot sleep now",
@@ -60,7 +60,7 @@ def require_awake(asleep: Collection[str], tags: Collection[str], *, needed_for:
 
 
 def require_base(own: int | None, wanted: int) -> None:
-    """Raise EngineError unless the engine's base ``own`` is the base ``wanted`` by an adapter."""
+    """Raise EngineError unless the engine's base ``own`` is ``wanted``, the base of a new adapter."""
     if own != wanted:
         raise EngineError(
             "the adapter does not belong to the engine's base",
@@ -70,13 +70,13 @@ def require_base(own: int | None, wanted: int) -> None:
 
 
 def require_adapter(adapter: object) -> None:
-    """Raise UnsupportedError if the engine has no ``adapter``, and so loads neither an adapter nor a base."""
+    """Raise UnsupportedError if the engine has no ``adapter``: then it can load neither an adapter nor a base."""
     if not adapter:
         raise adapter_unsupported()
 
 
 def require_no_adapter(adapter: object) -> None:
-    """Raise UnsupportedError if the engine has an ``adapter``, and so loads no whole model."""
+    """Raise UnsupportedError if the engine has an ``adapter``: then it cannot load a whole model."""
     if adapter:
         raise UnsupportedError(
             "this engine takes no whole model",
@@ -86,7 +86,10 @@ def require_no_adapter(adapter: object) -> None:
 
 
 def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Raise EngineError unless ``given`` holds every tensor of the state dict ``own``, tied ones once, and no other."""
+    """Raise EngineError unless ``given`` has the tensors of the state dict ``own``, in their shapes, and no others.
+
+    Of tied tensors, one is enough.
+    """
     tied = {_place(tensor) for name, tensor in own.items() if name in given}
     missing = sorted(name for name, tensor in own.items() if name not in given and _place(tensor) not in tied)
     unknown = sorted(given.keys() - own.keys())
@@ -100,9 +103,10 @@ def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torc
 
 
 def require_held(results: Sequence[Taken], offer: WeightOffer) -> Taken | None:
-    """Return what all receivers hold after ``offer``; None if they hold different versions or one holds none.
+    """Return the version that all receivers hold after ``offer``.
 
-    Raises EngineError if a receiver itself failed.
+    Returns None, and logs the reason, if they hold different versions or one holds none. Raises EngineError if a
+    receiver itself failed.
     """
     faults = [f"receiver {number}: {taken.why}" for number, taken in enumerate(results) if taken.fault]
     if faults:

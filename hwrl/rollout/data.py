@@ -17,20 +17,20 @@ from hwrl.rollout.rows import read_rows
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
 Encode = Callable[..., tuple[str, Sequence[int]]]
-"""Turns a prompt (a string or messages) into the model's input, as text and as token ids. It gets ``tools=``, the row's
-column of this name, if the row has one."""
+"""Turns a prompt (a string or messages) into the model's input, as text and as token ids. If the row has a column
+``tools``, the function gets it as ``tools=``."""
 
 _LIMIT = "max_new_tokens"
-"""The column with a prompt's own limit."""
+"""The column with a prompt's own limit on the tokens of a response."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One row: the prompt as text and as token ids (int32), and the ``answer`` for the reward function.
 
-    A conversation's ``text`` comes from the chat template. ``max_new_tokens`` limits the responses to this prompt.
-    ``row`` has the row's other columns, by name. ``source`` names the data set; it is empty if there is only one.
-    ``messages`` is the conversation, if the row's prompt is one.
+    A prompt of messages has them in ``messages``, and its ``text`` comes from the chat template. ``max_new_tokens``
+    limits each response to this prompt. ``row`` has the row's other columns, by name. ``source`` is the name of the
+    data set; it is empty if there is only one.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The names of a row's columns with the prompt and the answer."""
+    """The names of the columns with the prompt and the answer."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -66,10 +66,11 @@ def load_prompts(
     """Read every row of ``path``: a ``.jsonl`` or ``.parquet`` file, a directory from ``Dataset.save_to_disk``, or a
     name on the hub (``hf:NAME?split=SPLIT``).
 
-    A row has a prompt (a string or messages) and an answer (any value), in columns with the names in ``keys``. It may
-    have ``max_new_tokens``, to lower the run's limit on responses. Pass the file's bytes as ``content`` if they are
-    read already. ``source`` is the data set's name. Raises the errors of :func:`check_prompts`. Raises DataError, with
-    the row's place, if ``encode`` fails, and if a prompt is empty or longer than ``max_prompt_tokens``.
+    A row has a prompt (a string or messages) and an answer (any value), in the columns that ``keys`` names. A column
+    ``max_new_tokens`` is optional; it lowers the run's limit on a response. If ``content`` is given, it is used instead
+    of the file's bytes. ``source`` is the data set's name. Raises the errors of :func:`check_prompts`. Raises
+    DataError, with the row's place, if ``encode`` fails, or if a prompt has no token or more than
+    ``max_prompt_tokens``.
     """
     prompts = []
     for place, row in read_rows(path, key="data.train or data.eval", content=content):
@@ -96,8 +97,8 @@ def check_prompts(
 ) -> None:
     """Check the rows of ``path`` without a tokenizer. ``key`` is the configuration key with the path.
 
-    Raises DataError if the data set is missing, empty or of an unknown kind, and, with the row's place, if a row is not
-    a prompt with an answer, or lacks one of ``columns``, which the reward function gets.
+    Raises DataError if the data set is missing, empty or of an unknown kind. Raises it, with the row's place, if a row
+    has no valid prompt, answer or limit, or if it lacks one of ``columns``, the columns for the reward function.
     """
     for place, row in read_rows(path, key=key):
         _check_row(row, keys, place=place)
@@ -144,7 +145,7 @@ def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) 
 
 
 def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) -> None:
-    """Raise DataError, with the row's number, if a prompt of ``path`` has a token id of ``vocabulary`` or more."""
+    """Raise DataError, with the row's number, if a prompt has a token id of ``vocabulary`` or above."""
     for number, prompt in enumerate(prompts, start=1):
         if prompt.token_ids.max() >= vocabulary:
             raise DataError(

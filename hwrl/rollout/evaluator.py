@@ -1,4 +1,4 @@
-"""An evaluation beside the training prompts: its request, its retries, its answer."""
+"""An evaluation, which runs beside the training prompts: its request, its retries, its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """A prompt of the data set ``source``, with the metrics of each sample; none if it cannot be judged."""
+    """A prompt of the data set ``source``, with the metrics of each sample; empty if it could not be scored."""
 
     source: str
     metrics: list[dict[str, float]]
@@ -27,9 +27,9 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation, or of a part of one.
+    """The result of an evaluation, or of one replica's part of it.
 
-    ``version`` is the oldest version of any token. ``incarnation`` is the trainer's, for all tokens.
+    ``version`` is the oldest version of any token. All tokens come from the same ``incarnation`` of the trainer.
     """
 
     version: int
@@ -38,7 +38,7 @@ class Evaluation:
 
     @classmethod
     def join(cls, parts: Sequence[Evaluation]) -> Evaluation:
-        """Return the whole of several parts. Of different incarnations of the trainer, the oldest counts."""
+        """Return the whole of several parts, with the oldest version and incarnation among them."""
         return cls(
             min(part.version for part in parts),
             min(part.incarnation for part in parts),
@@ -46,11 +46,11 @@ class Evaluation:
         )
 
     def metrics(self, *, pass_reward: float = 1.0) -> dict[str, float]:
-        """Return the means over all responses, by name. A named data set's name comes first, as in ``sums/reward``.
+        """Return the mean of each metric over all samples. A named data set has its own means, as ``sums/reward``.
 
-        With several responses to a prompt, ``pass@k`` is there for powers of two, and for all of them: the unbiased
-        estimate of the probability that one of k responses has ``pass_reward`` or more. ``unjudged`` counts the prompts
-        without a judgement, if there are any.
+        With several samples of each prompt there is ``pass@k``: the unbiased estimate of the probability that at least
+        one of k samples has a reward of ``pass_reward`` or more. k is each power of two up to the number of samples,
+        and that number. ``unjudged`` counts the prompts that could not be scored, if there are any.
         """
         found = {}
         for source in sorted({prompt.source for prompt in self.prompts}):
@@ -74,9 +74,9 @@ def _metrics_of(prompts: Sequence[EvaluatedPrompt], pass_reward: float) -> dict[
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of ``k`` responses passes; ``passed`` of ``n`` did.
+    """Return the unbiased estimate of the probability that at least one of ``k`` samples passes.
 
-    Chen et al., arXiv:2107.03374, equation 1. ``k`` is at most ``n``.
+    ``passed`` of ``n`` samples passed; ``k`` is at most ``n``. Chen et al., arXiv:2107.03374, equation 1.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -93,16 +93,16 @@ class _CurrentEvaluation:
 
 
 class Evaluator:
-    """Holds at most one evaluation, of ``samples`` responses to each prompt. The rollouter drives it from its thread:
+    """Holds at most one evaluation, of ``samples`` samples of each prompt. The rollouter calls it, from one thread:
 
-    request()  from any thread: hand in prompts; the future has the result
-    start()    generate the prompts; called when the engine has weights
+    request()  from any thread: hand in prompts; the future gets the result
+    start()    begin to generate; called when the engine has weights
     restart()  forget what was generated; called when the trainer's incarnation changes
-    collect()  when all prompts are scored: score failed ones again, or answer
+    collect()  once all prompts are scored or have failed: score the failed ones again, or give the result
     close()    fail the present evaluation and all later requests
 
-    A prompt's responses come in groups of at most ``group_size``. A prompt that cannot be scored is left out if the
-    evaluator ``skips``; else the evaluation has failed.
+    A prompt's samples come in groups of at most ``group_size``. A prompt that cannot be scored is left out if ``skips``
+    is true; else the evaluation has failed.
     """
 
     def __init__(self, rewards: Scorer, *, samples: int = 1, group_size: int = 1, skips: bool = False) -> None:
@@ -113,18 +113,18 @@ class Evaluator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an evaluation is requested and not started."""
+        """Whether a requested evaluation is not started."""
         current = self._current
         return current is not None and current.groups is None
 
     def request(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
         """Request an evaluation of ``prompts``. Does not block.
 
-        The future has an InvalidStateError if another evaluation is under way, an EngineError after :meth:`close`, and
-        a DataError if there are no prompts. It cannot be cancelled.
+        The future fails with InvalidStateError if there is another evaluation, with EngineError after :meth:`close`,
+        and with DataError if there are no prompts. It cannot be cancelled.
         """
         answer: Future[Evaluation] = Future()
-        answer.set_running_or_notify_cancel()  # the rollouter's thread must be able to answer
+        answer.set_running_or_notify_cancel()  # so nobody can cancel it before its result
         prompts = list(prompts)
         with self._lock:
             if self._closed:
@@ -139,11 +139,11 @@ class Evaluator:
 
     @property
     def is_active(self) -> bool:
-        """Whether an evaluation is under way, or waits for its start."""
+        """Whether there is an evaluation, started or not."""
         return self._current is not None
 
     def start(self, generate: Callable[[Prompt, int], PendingGroup]) -> None:
-        """Begin the waiting evaluation, if there is one; ``generate`` begins a group of that many responses."""
+        """Start a waiting evaluation. ``generate(prompt, size)`` begins a group of ``size`` samples."""
         whole, rest = divmod(self._samples, self._group_size)
         sizes = [self._group_size] * whole + [rest] * bool(rest)
         with self._lock:
@@ -154,15 +154,16 @@ class Evaluator:
                 ]
 
     def restart(self) -> None:
-        """Let a started evaluation wait for its start again, with the same prompts."""
+        """Forget the groups of the present evaluation; it waits for its start again."""
         with self._lock:
             if self._current is not None:
                 self._current = _CurrentEvaluation(self._current.prompts, self._current.answer)
 
     def collect(self, *, incarnation: int) -> list[PendingGroup]:
-        """Answer the evaluation if all its prompts are scored. Return the failed groups that are scored once more.
+        """Once all prompts are scored or have failed, score the failed ones again, or give the result.
 
-        ``incarnation`` is the trainer's that published the engine's weights.
+        Returns the groups in scoring again; a prompt has three attempts in all. ``incarnation`` is the trainer's
+        incarnation of the engine's weights.
         """
         current = self._current
         if current is None or current.groups is None or not all(group.is_scored for _, group in current.groups):
@@ -173,7 +174,7 @@ class Evaluator:
             for _, group in failed:
                 group.score(self._rewards)
             return [group for _, group in failed]
-        # If this raises, the evaluation is still the current one, and close() answers it.
+        # If this raises, the evaluation stays the current one, and close() fails its future.
         outcome = self._outcome(current, failed, incarnation)
         with self._lock:
             self._current = None
@@ -208,13 +209,13 @@ class Evaluator:
 
 
 def _oldest_version(group: PendingGroup) -> int | None:
-    """Return the oldest version of the policy's tokens; None if nothing was generated."""
+    """Return the oldest version of the policy's tokens; None without a generated sample."""
     parts = [part for row in group.trajectories for part in row.segments]
     return min((int(part.versions.min()) for part in parts if part.versions is not None), default=None)
 
 
 def _sample_metrics(group: PendingGroup) -> list[dict[str, float]]:
-    """Return each sample's metrics: the means over its trajectories."""
+    """Return the metrics of each sample: the means over its trajectories."""
     rows = iter(group.metrics())
     return [mean_metrics(islice(rows, len(sample))) for sample in group.samples]
 

@@ -1,4 +1,4 @@
-"""Prompts become requests to the engine, and its completions become groups of trajectories."""
+"""Turn prompts into requests to the engine, and its completions into groups of trajectories."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hwrl.rollout.tracing import SpanLog
 class PendingGroup:
     """A prompt with its samples, from the first request to the last score.
 
-    The prompts of an evaluation have no ``lease``; untraced prompts have no ``spans``. ``scores`` is None until all
-    ``size`` samples are generated, or one has failed.
+    An evaluation's prompt has no ``lease``. A prompt without a trace has no ``spans``. ``scores`` is None until
+    scoring begins, or until the group has failed.
     """
 
     prompt: Prompt
@@ -46,37 +46,40 @@ class PendingGroup:
 
     @property
     def is_generated(self) -> bool:
-        """Whether all samples are there."""
+        """Whether all samples are generated."""
         return len(self._samples) == self.size
 
     @property
     def is_scored(self) -> bool:
-        """Whether the scores, or a failure, are there."""
+        """Whether the group has its scores, or has failed."""
         return self.scores is not None and self.scores.done()
 
     def result(self) -> Scores:
-        """Return the scores of a group that is scored."""
+        """Return the scores. Call it only if :attr:`is_scored`."""
         assert self.is_scored and self.scores is not None, "ask is_scored first"
         return self.scores.result()
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the metrics of each trajectory of a group that is scored: its own, and those of the reward."""
+        """Return the metrics of each trajectory: its own and the reward's. Call it only if :attr:`is_scored`."""
         scored = zip(self.trajectories, self.result().metrics, strict=True)
         return [{**row.metrics, **metrics} for row, metrics in scored]
 
     def cancel(self) -> None:
-        """Let the reward workers skip this group."""
+        """Tell the reward workers to skip this group."""
         if self.scores is not None:
             self.scores.cancel()
 
     def add(self, index: int, sample: Sequence[Trajectory]) -> None:
-        """Take the trajectories of sample ``index``."""
+        """Add the generated sample ``index`` with its trajectories."""
         self._samples[index] = sample
 
     def score(self, scorer: Scorer) -> None:
-        """Begin to score a generated group: with its trajectories' own rewards, or else with ``scorer``."""
+        """Take the trajectories' own rewards as scores; without any, let ``scorer`` begin. Does not block.
+
+        A group that failed in generation stays failed.
+        """
         if not self.is_generated:
-            return  # it has failed
+            return
         rows = self.trajectories
         own = [row.reward for row in rows if row.reward is not None]
         if not own:
@@ -88,11 +91,11 @@ class PendingGroup:
             self.scores = _done(Scores([{"reward": reward} for reward in own]))
 
     def fail(self, reason: str) -> None:
-        """Note that the group will never be scored."""
+        """Let the group fail: it counts as scored, with ``reason`` as its failure."""
         self.scores = _done(Scores(failure=reason))
 
     def to_prompt_group(self, lease: PromptLease) -> PromptGroup:
-        """Return the scored group as the ledger takes it."""
+        """Return the scored group in the form for the ledger; ``lease`` is its lease."""
         metrics = self.metrics()
         if self.spans is not None and self._scoring_unix_s is not None:
             self.spans.add("reward", {"mean": mean_metrics(metrics)["reward"]}, begin_unix_s=self._scoring_unix_s)
@@ -108,7 +111,7 @@ class PendingGroup:
 
 
 class NoRewards:
-    """The scorer of a run whose workflow gives the rewards; a trajectory without one has failed."""
+    """The scorer of a run without a reward function: its workflow must reward each trajectory, or the group fails."""
 
     def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
         return _done(Scores(failure="the workflow gave no reward, and reward.function is not set"))
@@ -128,7 +131,7 @@ class SampleGenerator(ABC):
 
     @abstractmethod
     def room(self) -> int:
-        """Return how many whole groups can start beside the present ones."""
+        """Return how many more training groups can start now."""
 
     @abstractmethod
     def pending(self) -> int:
@@ -148,23 +151,24 @@ class SampleGenerator(ABC):
         lease: PromptLease | None = None,
         spans: SpanLog | None = None,
     ) -> PendingGroup:
-        """Begin a group of ``size`` samples; ``prompt``'s own limit on new tokens lowers the one of ``sampling``.
+        """Begin a group of ``size`` samples. Does not block.
 
-        ``spans`` takes the spans of a traced prompt.
+        The prompt's own limit on new tokens applies if it is lower than the limit of ``sampling``. The spans of a
+        traced prompt go into ``spans``.
         """
 
     @abstractmethod
     def step(self) -> list[PendingGroup]:
-        """Advance the engine by one step; return the groups that are now generated, or have failed. Blocks for it."""
+        """Do one step of the engine; return the groups that became complete or failed. Blocks until the step ends."""
 
     @abstractmethod
     def leases(self) -> list[PromptLease]:
         """Return the leases of the unfinished groups."""
 
     def has_progress(self, *, generated: bool) -> bool:
-        """Return whether the groups have had progress since the last call; without it the replica counts as hung.
+        """Return whether the groups made progress since the last call. A replica without progress counts as hung.
 
-        ``generated`` says whether :meth:`step` has returned since: a step of the engine returns with a new token.
+        ``generated`` says whether :meth:`step` returned since then. It returns with a new token, so that is progress.
         """
         return generated
 
@@ -174,11 +178,14 @@ class SampleGenerator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Abort all groups, and end what was started."""
+        """Abort all groups, and end the generator's threads and servers."""
 
 
 class GroupGenerator(SampleGenerator):
-    """The generator of single turns: a sample is one response. At most ``group_size`` samples are in a group."""
+    """The generator of single turns: a sample is one response. A group has at most ``group_size`` samples.
+
+    Sample ``i`` of the group with number ``n`` is the engine's request ``n * group_size + i``.
+    """
 
     def __init__(self, engine: RolloutEngine, *, group_size: int) -> None:
         self._engine, self._group_size = engine, group_size

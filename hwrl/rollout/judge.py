@@ -1,4 +1,4 @@
-"""A judge for reward functions: a model behind an OpenAI-compatible server."""
+"""A judge for async reward functions: a model behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hwrl.errors import ConfigError
 class Judge:
     """Asks the model ``model`` behind an OpenAI-compatible server, for an async reward function.
 
-    ``base_url`` ends with ``/v1`` for most servers. ``api_key_env`` names the environment variable with the key; None:
-    the server needs no key. Each reward worker's process has up to ``max_concurrency`` requests at once; the others
-    wait. A request fails if the server is silent for ``timeout_s``. Requests are repeated up to ``max_retries`` times
-    after a failed connection, a silence, a limit (status 408, 409, 429) or a server error, with exponential backoff; a
-    ``Retry-After`` of the server is obeyed. Needs the package ``openai``, which sends the requests.
+    ``base_url`` ends with ``/v1`` for most servers. ``api_key_env`` is the name of the environment variable with the
+    key; None means that the server needs no key. Each reward worker's process sends up to ``max_concurrency`` requests
+    at once; the others wait. A request fails if the server sends nothing for ``timeout_s``. It is repeated up to
+    ``max_retries`` times after a failed connection, a timeout, status 408, 409 or 429, or a server error. The pauses
+    grow exponentially, or follow the server's ``Retry-After``. The package ``openai`` sends the requests.
 
-    Make it once, in the reward's module: it opens its connections with the first question. Raises ConfigError if
-    ``openai`` is not installed, or the environment lacks the key.
+    Make one judge in the reward's module; it opens its connections at the first question. Raises ConfigError if
+    ``openai`` is not installed, or if the environment lacks the key.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Judge:
         self._client: Any = None
 
     async def ask(self, question: str | Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the model's answer to ``question``, a text or messages.
+        """Return the model's answer to ``question``, a text or messages; "" if the answer has no text.
 
-        ``options`` go into the request: ``temperature``, ``max_tokens``, and so on. Raises ``openai.OpenAIError`` if
-        the last attempt fails. Always call it from the same event loop.
+        ``options`` are fields of the request: ``temperature``, ``max_tokens``, and so on. Raises ``openai.OpenAIError``
+        if the last attempt fails. Always call it from the same event loop.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         if self._client is None:
@@ -60,7 +60,7 @@ class Judge:
         return answer.choices[0].message.content or ""
 
     async def close(self) -> None:
-        """Close the connections. A reward worker need not: they end with its process."""
+        """Close the connections. Reward workers need not call it: connections end with their process."""
         if self._client is not None:
             await self._client.close()
             self._client = None

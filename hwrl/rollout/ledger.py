@@ -3,12 +3,13 @@
 Prompts are numbered in stream order, and a sequence number always means the same prompt. The ledger leases numbers to
 rollouters, takes finished groups, and hands them to the trainer. It does no I/O and reads no clock.
 
-A prompt is *owed* from its first lease until it is settled. It may be running, finished, or waiting to be leased again.
-It is settled as *trained*; as *filtered*, if its finished group teaches nothing (dynamic sampling: DAPO,
-arXiv:2503.14476, §3.2); or as *failed*, if it was given up after its last attempt. A settled prompt stays settled.
+A prompt is *owed* from its first lease until it is settled. An owed prompt is running, accepted (its group is finished
+and waits for training), or returned (it waits for another lease). It is settled as *trained*; as *filtered*, if its
+finished group teaches nothing (dynamic sampling: DAPO, arXiv:2503.14476, §3.2); or as *failed*, after its last attempt.
+A settled prompt stays settled.
 
-Two rules hold the staleness bound without dropping a group that teaches. A group is *active* while it runs, and while
-it is finished but not trained.
+Two rules hold the staleness bound without dropping a group that teaches. A group is *active* while it is running or
+accepted.
 
 * Admission (AReaL, arXiv:2505.24298, §5.1): active + trained ≤ (max_staleness + version + 1) × batch.
 * Consumption: a group admitted at version v must be trained by version v + max_staleness, its deadline. Finished
@@ -51,9 +52,9 @@ PromptState = Literal["trained", "filtered", "failed", "owed"]
 
 
 def has_variance(group: PromptGroup) -> bool:
-    """Return whether the rewards of the trajectories of ``group`` differ: without a difference, all advantages are 0.
+    """Return whether two trajectories of ``group`` have different rewards. If none have, all advantages are 0.
 
-    With rewards of tokens, it is enough that the sums of two trajectories differ.
+    Different sums of token rewards count, too.
     """
     return group.rewards_differ
 
@@ -62,7 +63,7 @@ def has_variance(group: PromptGroup) -> bool:
 class PromptLease:
     """The permit for one replica to generate one prompt's responses.
 
-    Generation may start with weights of ``version`` or newer, from ``incarnation`` of the trainer.
+    Generation may start with weights of ``version`` or newer, of the trainer's ``incarnation``.
     """
 
     lease_id: int
@@ -80,9 +81,11 @@ class _Leased:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """The number of groups in each state, and of failures so far.
+    """The number of prompts in each state, and running totals of three errors.
 
-    ``failures`` counts attempts, ``failed`` prompts. ``rejected`` groups had tokens of wrong weights.
+    ``accepted`` groups are finished and wait for training. ``returned`` prompts wait for another lease. ``failures``
+    counts failed attempts, while ``failed`` counts prompts. ``expired`` counts leases without progress, and
+    ``rejected`` finished groups with tokens of wrong weights.
     """
 
     trained: int
@@ -107,16 +110,17 @@ class UntrainedPrompts:
 class PromptLedger:
     """Leases prompts and releases batches; the module explains the rules. Not thread-safe.
 
-    It leases nothing before the first :meth:`advance`, at the start and after a resume: until then the trainer's
-    incarnation has published no weights. A version is only meaningful with its incarnation: after going back to a
-    checkpoint, a trainer publishes other weights under the same numbers.
+    At the start and after a resume it leases nothing before the first :meth:`advance`, because the trainer's
+    incarnation has published no weights yet. Versions of different incarnations are different weights: after
+    a resume from a checkpoint, a trainer publishes other weights under the same numbers.
 
-    ``groups_per_version`` groups are trained under each weight version. ``total_groups`` ends the stream. A lease
-    expires ``group_timeout_s`` after its last progress (:meth:`renew`). A prompt is tried at most ``max_attempts``
-    times; then it has failed. ``max_skipped_in_a_row`` failed prompts are skipped before a failure is an error.
+    ``groups_per_version`` groups are trained under each weight version. The stream ends after ``total_groups`` trained
+    groups. A lease expires ``group_timeout_s`` after its last progress (:meth:`renew`). A prompt has failed after
+    ``max_attempts`` failed attempts. Up to ``max_skipped_in_a_row`` failed prompts in a row are skipped; the next one
+    is an error.
 
-    ``teaches`` decides about each finished group; None keeps all. ``max_filtered_in_a_row`` filtered groups without a
-    kept one between them are an error.
+    ``teaches`` decides whether a finished group is trained or filtered; None filters none. ``max_filtered_in_a_row``
+    filtered groups in a row are an error.
     """
 
     def __init__(
@@ -141,9 +145,9 @@ class PromptLedger:
         self._max_filtered_in_a_row = max_filtered_in_a_row
         self.version = 0
         self.incarnation = 0
-        self._open = False
+        self._open = False  # whether this incarnation has published weights
         self._trained = 0
-        self._next = 0
+        self._next = 0  # the first prompt that was never leased
         self._returned: list[int] = []
         self._failed_attempts: dict[int, int] = {}
         self._next_lease = 0
@@ -156,15 +160,15 @@ class PromptLedger:
         self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
         self.lead_groups: int | None = None
-        """The most groups that may be active beyond those of the present version; None: as the bound permits."""
+        """The most active groups beyond those of the present version; None: as many as the bound permits."""
 
     # -- rollout side -------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        """Return the number of groups that the staleness bound and the stream's end admit now."""
+        """Return how many more groups may be leased now, by the staleness bound and the end of the stream."""
         batch, lead = self._groups_per_version, self._max_staleness * self._groups_per_version
         if self.lead_groups is not None:
-            lead = min(lead, self.lead_groups)  # a stricter admission: the proof holds as it is
+            lead = min(lead, self.lead_groups)  # the proof holds for any stricter admission
         bound = min((self.version + 1) * batch + lead, self._total_groups)
         return max(0, bound - self._trained - len(self._accepted) - len(self._running)) if self._open else 0
 
@@ -181,10 +185,10 @@ class PromptLedger:
         return leases
 
     def complete(self, group: PromptGroup) -> bool:
-        """Take a finished group, to train on it or to filter it.
+        """Accept a finished group for training, or filter it; return True.
 
-        Return False if its lease is over or its weights do not fit the lease. A group with wrong weights counts as
-        rejected and as a failed attempt, see :meth:`fail`. Raises DataError after too many filtered groups in a row.
+        Return False, and drop the group, if its lease is over or its weights do not fit the lease. Wrong weights also
+        count as a failed attempt, see :meth:`fail`. Raises DataError after too many filtered groups in a row.
         """
         running = self._running.get(group.sequence_number)
         if running is None or running.lease.lease_id != group.lease_id:
@@ -221,7 +225,7 @@ class PromptLedger:
             )
 
     def _wrong_weights(self, group: PromptGroup, lease: PromptLease) -> str | None:
-        """Return the reason if the weights of ``group`` do not fit ``lease``, else None.
+        """Return why the weights of ``group`` do not fit ``lease``; None if they fit.
 
         The trainer publishes a version before it advances the ledger, so tokens may be one version ahead.
         """
@@ -235,10 +239,10 @@ class PromptLedger:
         )
 
     def fail(self, lease: PromptLease, *, reason: str) -> None:
-        """Count a failed attempt, and put the prompt back. After ``max_attempts`` attempts the prompt has failed.
+        """Count a failed attempt; the prompt waits for another lease. After ``max_attempts`` of them it has failed.
 
-        Raises EngineError if more than ``max_skipped_in_a_row`` prompts fail, with no finished group between them. The
-        last one is then still owed.
+        Ignores a lease that is over. Raises EngineError if more than ``max_skipped_in_a_row`` prompts fail without a
+        finished group between them. The last of them is then still owed.
         """
         if not self._holds(lease):
             return
@@ -266,7 +270,7 @@ class PromptLedger:
         self._untrained.failed[number] = reason
 
     def renew(self, leases: Iterable[PromptLease], *, now_s: float) -> None:
-        """Let ``group_timeout_s`` begin again for ``leases``: there was progress on them. Ignores ended leases."""
+        """Restart the ``group_timeout_s`` of ``leases``, because they made progress. Ignores leases that are over."""
         for lease in leases:
             if self._holds(lease):
                 self._running[lease.sequence_number].deadline_s = now_s + self._group_timeout_s
@@ -276,14 +280,14 @@ class PromptLedger:
         return running is not None and running.lease == lease
 
     def forget_replica(self, replica: str) -> int:
-        """Put back all leases of the lost ``replica``; return their number."""
+        """Take back all leases of the lost ``replica``; return their number."""
         lost = [number for number, running in self._running.items() if running.replica == replica]
         for number in lost:
             self._give_back(number)
         return len(lost)
 
     def expire(self, now_s: float) -> list[str]:
-        """Put back the leases without progress for ``group_timeout_s``; return the replicas that held them."""
+        """Take back the leases without progress for ``group_timeout_s``; return the replicas that held them."""
         late = [number for number, running in self._running.items() if running.deadline_s <= now_s]
         replicas = sorted({self._running[number].replica for number in late})
         for number in late:
@@ -321,15 +325,15 @@ class PromptLedger:
         return [group for _, group in chosen]
 
     def take_untrained(self) -> UntrainedPrompts:
-        """Return the prompts that were filtered or have failed since the last call, also across a checkpoint."""
+        """Return the prompts that were filtered or failed since the last call. A checkpoint keeps them, too."""
         taken, self._untrained = self._untrained, UntrainedPrompts()
         return taken
 
     def _consumable(self, count: int) -> int:
         """Return how many finished groups may be trained now, oldest first, up to ``count``.
 
-        Every other group keeps a place before its deadline. Called for each finished group, so its cost depends only on
-        the number of versions.
+        All other active groups keep a place before their deadlines. The cost depends only on the number of versions,
+        because this is called for each finished group.
         """
         places, chosen = self._spare_places(), 0
         for version in places:  # ascending, as the leases are
@@ -344,7 +348,7 @@ class PromptLedger:
         return chosen
 
     def _spare_places(self) -> dict[int, int]:
-        """Return, for each lease version, the training places before its deadline minus the groups that need one."""
+        """Return, for each lease version, how many training places before its deadline no active group needs."""
         spare, older = {}, 0
         for version in sorted(version for version, active in self._active_of.items() if active):
             older += self._active_of[version]
@@ -354,7 +358,7 @@ class PromptLedger:
     # -- state --------------------------------------------------------------------------------------------------
 
     def counts(self) -> LedgerCounts:
-        """Return the number of groups in each state."""
+        """Return the numbers of prompts and errors."""
         return LedgerCounts(
             trained=self._trained,
             filtered=len(self._filtered),
@@ -381,12 +385,12 @@ class PromptLedger:
         return {*self._returned, *self._running, *self._accepted}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON-able data: every number below ``next`` and its state.
+        """Return the state for a checkpoint, as data for JSON. It tells the state of every prompt below ``next``.
 
-        ``trained`` counts prompts. ``owed`` has numbers; ``filtered`` and ``failed`` have ranges, each a first and a
-        last number. All other numbers are trained. ``untrained`` is for the next :meth:`take_untrained`.
+        ``owed`` lists prompts. ``filtered`` and ``failed`` list ranges, each a first and a last prompt. All other
+        prompts are trained; ``trained`` is their number. ``untrained`` is for the next :meth:`take_untrained`.
 
-        Running and accepted groups are owed: after a resume their prompts are generated again, because the old
+        The prompts of running and accepted groups are owed. After a resume they are generated again, because the old
         responses came from lost weights.
         """
         return {
@@ -405,7 +409,7 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
         """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over.
 
-        A state without filtered and failed prompts is of an earlier hwrl, and has none.
+        The state of an earlier hwrl lacks the keys for filtered and failed prompts; it had none.
         """
         self.version, self.incarnation = int(state["version"]), incarnation
         self._open = False
@@ -436,7 +440,7 @@ class PromptLedger:
 
 
 def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
-    """Return the number of prompts in each state, by :meth:`PromptLedger.state_dict`."""
+    """Return the number of prompts in each state of ``state``, from :meth:`PromptLedger.state_dict`."""
     return {
         "trained": int(state["trained"]),
         "filtered": len(from_ranges(state.get("filtered", []))),
@@ -446,7 +450,7 @@ def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
 
 
 def to_ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return ``numbers`` as ascending ranges, each its first and its last number.
+    """Return ``numbers`` as ascending ranges, each a pair of its first and last number.
 
     >>> to_ranges([7, 1, 3, 2])
     [[1, 3], [7, 7]]

@@ -1,4 +1,7 @@
-"""Attention of a decode step whose few long rows do not make the short ones read as many positions."""
+"""Attention of a decode step, faster if a few rows are much longer than the others.
+
+A batch has one length: without this, every short row reads as many cached positions as the longest row.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,25 @@ import torch
 from transformers import AttentionInterface
 
 _NAME = "hwrl_long_rows"
-_ROWS = "sdpa"
+_WHOLE = "sdpa"
+"""The attention in transformers that computes each part."""
 
 _GATHER = 3
-"""The accesses to memory for one position of a long row: read, copied, and read again."""
+"""A long row costs this many memory accesses per position: a read and a write for its copy, and a read of the copy."""
 
 _WORTH_NBYTES, _WORTH_LAUNCHED_NBYTES = 2 << 20, 128 << 20
-"""The bytes of a layer that a division must save, because it adds operations to each layer.
+"""The bytes that a division must save in each layer, because it adds operations to each layer. The second number is
+for devices where the host only launches operations.
 
-One core of the demo took 0.1 ms for them, and reads 2 MiB in 0.15 ms (512 rows, two key-value heads of 32). Where the
-host only launches operations, it takes about 50 us for them; a fast device reads 128 MiB in that time (an estimate).
+One CPU core takes 0.1 ms for the added operations. It reads 2 MiB in 0.15 ms (measured with the demo: 512 rows, two
+key-value heads of size 32). A host launches them in about 50 us. A fast device reads 128 MiB in that time (an
+estimate).
 """
 
 
 @dataclass(frozen=True)
 class LongRows:
-    """The division of a step: every row reads ``short`` positions, and the rows ``long`` (int64) read all of theirs."""
+    """How to divide a step: all rows read ``short`` positions; then the rows ``long`` (int64) read all of theirs."""
 
     short: int
     long: torch.Tensor
@@ -38,10 +44,10 @@ class LongRows:
 def find_long_rows(
     lengths: npt.NDArray[np.int64], *, position_nbytes: int, launched: bool, device: torch.device
 ) -> LongRows | None:
-    """Return the division of rows with so many positions that reads the fewest bytes; None if it saves too few.
+    """Return the division that reads the fewest bytes; None if it saves too few of them.
 
-    A position has ``position_nbytes`` of keys and values in a layer. ``launched`` says that operations run while the
-    host continues.
+    ``lengths`` are the rows' numbers of positions. A position has ``position_nbytes`` of keys and values in a layer.
+    ``launched`` is true if the host only launches operations, and the device runs them later.
     """
     order = np.argsort(-lengths)
     longest, rows = int(lengths[order[0]]), len(lengths)
@@ -58,9 +64,10 @@ _present: ContextVar[LongRows | None] = ContextVar("long_rows", default=None)
 
 @contextmanager
 def divided(model: Any, rows: LongRows | None) -> Iterator[None]:
-    """Let calls of ``model`` inside the block, one new token for each row, attend by ``rows``; None changes nothing.
+    """Divide the attention of ``model`` by ``rows`` inside the block; None changes nothing.
 
-    A model that does not use transformers' attention interface attends as before: its results are the same.
+    Each call of the model must have one new token for each row. The results are the same but for rounding. A model
+    without transformers' attention interface is not divided.
     """
     if rows is None or not _can_divide(model):
         yield
@@ -89,7 +96,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from the one query of each row (rows × heads × 1 × size); return rows × 1 × heads × size."""
-    attend: Any = AttentionInterface()[_ROWS]
+    attend: Any = AttentionInterface()[_WHOLE]
     rows = _present.get()
     if rows is None or attention_mask is None or kwargs.get("position_bias") is not None:
         whole: tuple[torch.Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)

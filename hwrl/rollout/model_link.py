@@ -1,4 +1,4 @@
-"""How whole models get from a weight link into an engine: through room for two versions, or straight into it."""
+"""Bring whole models from a weight link into an engine: through memory of the replica's process, or directly."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hwrl.weights import DecisionKind, Limits, LinkRegistrations, Proposal, Rece
 _log = logging.getLogger(__name__)
 
 INCARNATION = "incarnation"
-"""The key, in a version's metadata, of the trainer's incarnation."""
+"""The key of the trainer's incarnation in a version's metadata."""
 
 
 class Loaded(NamedTuple):
-    """A version that is now in the engine, its metadata, and the bytes of its tensors."""
+    """A version that the engine has now, with its metadata and the bytes of its tensors."""
 
     version: int
     metadata: Mapping[str, str | int | float]
@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
 
 
 class PolledLink(ABC):
-    """An end of a weight link that looks into the store once in ``poll_s``: more would slow a fast engine's steps."""
+    """A receiving end of a weight link. It reads the store once per ``poll_s`` at most: reads delay the engine."""
 
     def __init__(self, poll_s: float) -> None:
         self._poll_s = poll_s
@@ -55,11 +55,11 @@ class PolledLink(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Request versions again, the newest included."""
+        """Join the link again, for the newest version and later ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the link, and free what is held for it."""
+        """Leave the link, and free its memory."""
 
     @abstractmethod
     def _is_offered(self) -> bool:
@@ -71,9 +71,9 @@ class PolledLink(ABC):
 
 
 class RetryingReceiver(PolledLink):
-    """Receives versions on one link. A failed transfer is logged, and the next offer is another try.
+    """Receives versions on one link. It logs a failed transfer, and tries again with the next offer.
 
-    A receive waits at most ``timeout_s`` for a version to be complete. It looks into the store once in ``poll_s``.
+    A receive waits at most ``timeout_s`` for a complete version. ``poll_s`` is as for :class:`PolledLink`.
     """
 
     def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.005) -> None:
@@ -104,7 +104,7 @@ class RetryingReceiver(PolledLink):
 
 
 class ModelLink(Protocol):
-    """A link of whole models for an engine; of bases, if the engine has an adapter."""
+    """A link of whole models for an engine. For an engine with an adapter these are base models."""
 
     @property
     def nbytes(self) -> int:
@@ -117,25 +117,26 @@ class ModelLink(Protocol):
         """Look into the store, and return whether a new version is offered."""
 
     def load(self, *, incarnation: int) -> Loaded | None:
-        """Bring the offered version into the engine; None if that failed, or if the version is outdated. Blocks.
+        """Bring the offered version into the engine. Blocks.
 
-        A version of an earlier incarnation than ``incarnation`` is dropped. Raises EngineError if the engine failed.
+        Returns None if the transfer failed, and if the version is dropped because it comes from an earlier incarnation
+        than ``incarnation``. Raises EngineError if the engine failed.
         """
 
     def release(self) -> None:
-        """Free memory, because the engine sleeps."""
+        """Free memory while the engine sleeps."""
 
     def join(self) -> None:
-        """Request versions again, the newest included."""
+        """Join the link again, for the newest version and later ones."""
 
     def close(self) -> None:
-        """Leave the link, and free what is held for it."""
+        """Leave the link, and free its memory."""
 
 
 class ReceivedModels:
-    """A model link that receives whole versions, then loads them: the old one serves until the new one is whole.
+    """A model link that receives a whole version into this process, then loads it into the engine.
 
-    It has room for two versions beside the engine.
+    The old version serves until the new one is whole. The link has memory for two versions beside the engine's.
     """
 
     def __init__(self, engine: RolloutEngine, link: RetryingReceiver, *, as_base: bool = False) -> None:
@@ -164,14 +165,15 @@ class ReceivedModels:
 
 
 class EngineModels(PolledLink):
-    """A model link that lets the engine's receivers take each version straight into its weights.
+    """A model link whose versions go directly into the engine's weights, by the engine's own receivers.
 
-    The engine's old version is lost meanwhile.
+    The engine has no version from the begin of a transfer to its end.
 
-    This process is the link's member for each receiver, called ``replica`` (``replica``/0, ``replica``/1, ... of
-    several). It finds the offers and reports the receivers ready; the engine generates until the transfer begins.
-    ``store`` is the store at ``address``. The link is left after one version ``once`` it is a base. ``timeout_s`` and
-    ``poll_s`` are as for :class:`RetryingReceiver`.
+    This process registers the receivers as members of the link ``name``. A single receiver is called ``replica``;
+    several are called ``replica``/0, ``replica``/1, and so on. This process finds the offers, and reports the receivers
+    ready. The engine generates until the transfer begins. ``store`` is the store at ``address``. Without ``newest`` the
+    link gets later versions only. With ``once``, for a base model, the receivers leave the link after one version.
+    ``timeout_s`` and ``poll_s`` are as for :class:`RetryingReceiver`.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class EngineModels(PolledLink):
         self._members = LinkRegistrations(
             store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest, timing=self._timing
         )
-        self._checked = ("", 0)  # the newest layout that belongs to the engine's model: its hash, its tensors' bytes
+        self._checked = ("", 0)  # the newest layout that fits the engine's model: its hash, its tensors' bytes
 
     def load(self, *, incarnation: int) -> Loaded | None:
         self._polled_s = -math.inf
@@ -207,7 +209,7 @@ class EngineModels(PolledLink):
         return None
 
     def release(self) -> None:
-        """Do nothing: the engine's receivers free their rings when it sleeps."""
+        """Do nothing: the engine's receivers free their memory when it sleeps."""
 
     def join(self) -> None:
         self._members.join()
@@ -219,7 +221,7 @@ class EngineModels(PolledLink):
         return self._members.poll() is not None
 
     def _receive(self, incarnation: int) -> Loaded | None:
-        """Take proposals until one commits, or none follows."""
+        """Let the engine take one proposal after another, until one commits or no other follows."""
         deadline, aborted = time.monotonic() + self._timeout_s, None
         while True:
             proposal = self._members.wait(
@@ -235,25 +237,25 @@ class EngineModels(PolledLink):
                 return Loaded(taken.version, taken.metadata, nbytes)
             if not self._follows(proposal):
                 if self._members.keeps_versions(proposal) and time.monotonic() >= deadline:
-                    self._members.undo(after)  # it is still being written
+                    self._members.undo(after)  # the sender still writes it: it stays on offer
                 return None
             aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 
     def _check(self, proposal: Proposal) -> int:
-        """Return the tensors' bytes; EngineError if they are another model's. Nothing is overwritten then."""
+        """Return the bytes of the tensors. Raises EngineError if they are another model's; nothing is overwritten."""
         if proposal.layout_hash != self._checked[0]:
             layout = self._members.channel.layout(proposal)
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in layout.entries}
             try:
                 self._engine.check_weights(tensors)
             except EngineError:
-                self._members.leave()  # the sender need not wait for a receiver that cannot receive
+                self._members.leave()  # so the sender does not wait for a receiver that cannot receive
                 raise
             self._checked = layout.hash, layout.payload_nbytes
         return self._checked[1]
 
     def _take(self, proposal: Proposal) -> Proposal | None:
-        """Let the engine take ``proposal`` when its transfer begins; return the proposal that the engine now has."""
+        """Wait for the transfer, and let the engine take ``proposal``; return what it has then, or None."""
         if not self._members.rendezvous(proposal):
             return None
         try:
@@ -262,11 +264,11 @@ class EngineModels(PolledLink):
             self._members.leave()
             raise
         if number == proposal.number:
-            return proposal  # not read again: a sender that stores versions may have forgotten it
+            return proposal  # not read from the store: the sender may have deleted it
         return None if number is None else self._members.channel.proposal(number)
 
     def _follows(self, proposal: Proposal) -> bool:
-        """Return whether the sender may propose the version again, after the engine did not get it."""
+        """Return whether the sender may propose the version again, now that the engine did not get it."""
         if self._members.keeps_versions(proposal):
             return False  # a request brings it again
         decision = self._members.channel.decision(proposal)
@@ -275,7 +277,7 @@ class EngineModels(PolledLink):
         if decision.kind is not DecisionKind.COMMITTED:
             return True
         if None not in self._members.members_of(proposal):
-            self.join()  # the sender takes the other receivers for ones that have it
+            self.join()  # for the sender, these receivers have the version, so it would not propose it again
         return False
 
     def _offer(self, proposal: Proposal) -> WeightOffer:
@@ -293,7 +295,7 @@ class EngineModels(PolledLink):
 
 
 def is_outdated(offered: Received | Proposal, incarnation: int) -> bool:
-    """Return whether a version is from an earlier incarnation: a replaced trainer started the transfer."""
+    """Return whether a version comes from an earlier incarnation, from a trainer that was replaced. Logs it."""
     sent_by = int(offered.metadata.get(INCARNATION, incarnation))
     if sent_by < incarnation:
         _log.warning(

@@ -1,4 +1,4 @@
-"""A set of prompts by number, for runs of millions of prompts."""
+"""A compact set of prompt numbers, for runs of millions of prompts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 _CHUNK = 1 << 10
-"""Bytes by which the bits grow at least."""
+"""The array of bits grows by at least this many bytes."""
 
 
 class NumberSet:
-    """A set of numbers from 0 up, with one bit for each number up to the largest: 125 kB for a million.
+    """A set of numbers from 0 up. It has one bit for each number up to the largest: 125 kB for a million.
 
     >>> numbers = NumberSet([7, 1, 3, 2, 2])
     >>> len(numbers), 3 in numbers, 4 in numbers, numbers.ranges()
@@ -41,7 +41,7 @@ class NumberSet:
         return self._count
 
     def ranges(self) -> list[list[int]]:
-        """Return the numbers as ascending ranges, each its first and its last number."""
+        """Return the numbers as ascending ranges, each a pair of its first and last number."""
         bits = np.unpackbits(np.frombuffer(bytes(self._bits), dtype=np.uint8), bitorder="little").astype(np.int8)
         edges = np.flatnonzero(np.diff(bits, prepend=0, append=0)).reshape(-1, 2)
         edges[:, 1] -= 1

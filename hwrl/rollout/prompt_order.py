@@ -1,4 +1,4 @@
-"""The order of the prompts: which prompt has which sequence number. It is a pure function of data, seed and number."""
+"""The order of the prompts. A prompt is a pure function of the data, the seed and its sequence number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 
 _MOST_PARTS = 1_000_000
-"""The longest block of a mixture: larger ones would take long to draw."""
+"""The most prompts in a block of a mixture: each process draws whole blocks."""
 _COMPARED = 256
-"""How many sequence numbers of a curriculum are computed twice."""
+"""How many sequence numbers test whether a curriculum is pure."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """One data set: its prompts, its name (empty if it is the only one), and its weight in a mixture."""
+    """One data set with its weight in a mixture. ``name`` is empty if it is the run's only one."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -29,18 +29,19 @@ class PromptSet:
 
 
 PromptOrder = Callable[[int], tuple[int, int]]
-"""From a sequence number to the index of the data set, and the index of the prompt in it."""
+"""Returns, for a sequence number, the index of the data set, and the index of the prompt in it."""
 Curriculum = Callable[[Sequence[PromptSet], int], PromptOrder]
-"""From the data sets and the run's seed to an order. It is called once in each process. The order must be pure: it
-depends on the arguments and the sequence number alone, so that a number means the same prompt in every process."""
+"""Returns the order for the data sets and the run's seed. Each process calls it.
+
+The order must be pure: it depends only on these arguments and the sequence number. So a number means the same prompt in
+every process."""
 
 
 class PromptStream:
-    """The endless stream of prompts. The prompt with sequence number ``n`` is the same in every process and after every
-    resume.
+    """The endless stream of prompts. A sequence number means the same prompt in every process and after every resume.
 
-    ``curriculum`` orders the prompts; :func:`mixture` does if there is none. Raises DataError if a curriculum gives two
-    answers to one question.
+    ``curriculum`` orders the prompts; the default is :func:`mixture`. Raises DataError if two calls of ``curriculum``
+    give different orders. Reading a prompt raises DataError if ``curriculum`` has none for its number.
     """
 
     def __init__(self, sets: Sequence[PromptSet], *, seed: int, curriculum: Curriculum | None = None) -> None:
@@ -87,11 +88,11 @@ def _place(order: PromptOrder, sequence_number: int) -> tuple[int, int]:
 
 
 def mixture(sets: Sequence[PromptSet], seed: int) -> PromptOrder:
-    """Return the order of a mixture with exact shares: weights 1 and 3 mean one of each four prompts, and three.
+    """Return the order of a mixture in which each set has exactly its share.
 
-    The stream is cut into blocks of as many prompts as the weights have parts. Each block has each set's share, in an
-    order drawn from ``seed``. Each set goes through its prompts epoch after epoch, each in a new order. Raises
-    DataError if the weights have more than a million parts.
+    The stream consists of blocks. With weights 1 and 3, each block has four prompts: one of the first set and three of
+    the second, in an order drawn from ``seed``. A set goes through its prompts epoch after epoch, each epoch in a new
+    order. Raises DataError if the weights need blocks of more than a million prompts.
     """
     if len(sets) == 1:
         epochs = _Epochs(len(sets[0].prompts), [seed])
@@ -107,7 +108,7 @@ def mixture(sets: Sequence[PromptSet], seed: int) -> PromptOrder:
 
 
 class _Epochs:
-    """Row numbers below ``size``: epoch after epoch, each in a new order drawn from ``key``."""
+    """Row numbers below ``size``, epoch after epoch. The order of an epoch is drawn from ``key`` and its number."""
 
     def __init__(self, size: int, key: Sequence[int]) -> None:
         self._size, self._key = size, key
@@ -123,7 +124,7 @@ class _Epochs:
 
 
 class _Blocks:
-    """From a sequence number to a set, and the number of draws from this set before."""
+    """Maps a sequence number to a set, and to the number of earlier draws from this set."""
 
     def __init__(self, parts: Sequence[int], seed: int) -> None:
         self._parts, self._seed, self._size = parts, seed, sum(parts)
@@ -148,7 +149,7 @@ class _Blocks:
 
 
 def _parts(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers with the ratios of ``weights``, as they are written.
+    """Return the smallest whole numbers with the ratios of ``weights``; 0.1 counts as one tenth exactly.
 
     >>> _parts([0.7, 0.2, 0.1])
     [7, 2, 1]

@@ -1,8 +1,8 @@
 """The event loop of a reward worker's process: an async function scores many prompts at once.
 
-Each call has a time limit of its own. A call over its limit is cancelled. If it does not end then, its answer says so,
-and the replica ends the process after the other calls. While jobs run, the loop notes every second that it is alive;
-the replica ends the process if a call blocks the loop for longer than the limit.
+Each call has its own time limit. A call over its limit is cancelled. If it does not end then, its scores are ``stuck``,
+and the replica ends the process after the other calls. While there are jobs, the loop notes every second that it is
+alive. If a call blocks the loop for longer than the limit, the replica ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CANCEL_S = 1.0
 """How long a cancelled call may take to end."""
 
 NoteCall = Callable[[int, int], None]
-"""Notes that a call begins: the job's number, and the call's index."""
+"""Notes that a call begins; its arguments are the job's number and the call's index."""
 
 
 def serve(connection: socket.socket, reward: RewardFunction, settings: RewardSettings, note: NoteCall) -> None:
@@ -84,7 +84,7 @@ class _Loop:
         return whole
 
     async def _run(self, call: Callable[[], Any], work: ToScore, *, number: int, index: int) -> Scores:
-        """Return the scores of one call, after up to ``attempts`` attempts; one over its limit is the last."""
+        """Return the scores of one call, after up to ``attempts`` attempts. A timeout is not repeated."""
         where, scores = self._reward.where(index, work), Scores()
         async with self._slots:
             for _ in range(self._settings.attempts):

@@ -1,9 +1,11 @@
 """The code of a reward worker's process: load the user's function once, then score one prompt after another.
 
-The process imports neither torch nor numpy, unless the user's function does: so it starts in 0.1 s.
-A frame is its length (8 bytes) and its content. A job is its number (8 bytes) and a pickle, because an answer may be
-any value of a row; the replica itself wrote it. Back goes JSON: the job's number and the result. An async function
-scores many prompts at once (:mod:`hwrl.rollout.reward_loop`).
+The process imports neither torch nor numpy, unless the user's function does: so it starts in 0.1 s. With an async
+function it scores many prompts at once (:mod:`hwrl.rollout.reward_loop`).
+
+A frame is its length (8 bytes) and its content. A job for the process is its number (8 bytes) and a pickle, because the
+``answer`` of a row may be any value; the replica itself writes the pickle. The process sends JSON back: the job's
+number and the result.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from hwrl.rollout.reward import RewardFunction, Scores, ToScore, load_reward, sc
 CALL = struct.Struct("<dQQ")
 """The note that a call begins: the time (seconds of ``time.monotonic``), the job's number, the call's index.
 
-The job LOADED stands for none: the process is alive and runs other tasks.
+With the number LOADED it belongs to no call: the process notes that its event loop is alive.
 """
 JOB = struct.Struct("<Q")
 """A job's number, from 1 on."""
 LOADED = 0
-"""The number of the first answer: the function is loaded, or three sentences say why not."""
+"""The number of the first answer. It says that the function is loaded, or has the sentences of the error."""
 LENGTH = struct.Struct("<Q")
 """The length of a frame."""
 _PR_SET_PDEATHSIG = 1
@@ -42,9 +44,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What a worker calls, and how. ``concurrency`` and ``timeout_s`` are for the calls of an async function.
+    """What a worker calls, and how.
 
-    ``source`` replaces the content of the function's file.
+    ``source`` replaces the content of the function's file. ``concurrency`` and ``timeout_s`` are limits for the calls
+    of an async function; the replica limits other calls.
     """
 
     function: str
@@ -84,7 +87,8 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 def main(jobs: int, calls: int, parent: int) -> None:
     """Serve jobs from the socket ``jobs`` until it is closed; note each call in the pipe ``calls``.
 
-    The process ends with its ``parent``, and ignores Ctrl-C: the replica decides when its workers end.
+    Both are file descriptors; ``parent`` is the replica's process id. The process ends with its parent. It ignores
+    Ctrl-C, because the replica decides when its workers end.
     """
     _end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -119,7 +123,7 @@ def _serve(connection: socket.socket, calls: int) -> None:
 
 
 def answer_of(number: int, result: Any) -> bytes:
-    """Return the answer to job ``number``: :class:`Scores`, or what a first answer says."""
+    """Return the frame's content for the ``result`` of job ``number``: :class:`Scores`, or the first answer's dict."""
     if isinstance(result, Scores):
         result = [result.metrics, result.errors, result.failure, result.stuck]
     return json.dumps([number, result]).encode()
@@ -134,7 +138,7 @@ def _score(job: bytes, reward: RewardFunction, attempts: int, begin: partial[Non
 
 
 def not_scored(exc: BaseException) -> Scores:
-    """Return the scores of a job that cannot be read, or whose error cannot be told."""
+    """Return the scores of a job that cannot be read, or cannot be scored because of ``exc``."""
     return Scores(errors=1, failure=f"scoring raised {type(exc).__name__}")
 
 

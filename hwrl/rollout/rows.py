@@ -1,4 +1,7 @@
-"""The rows of a data set: a file of JSON Lines or Parquet, a directory of the library ``datasets``, or a hub's name."""
+"""Read the rows of a data set.
+
+It is a file of JSON Lines or Parquet, a directory from the library ``datasets``, or a name on the hub of that library.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from urllib.parse import parse_qsl
 from hwrl.errors import DataError
 
 HUB = "hf:"
-"""The beginning of a name on the hub, which stands where others have a path."""
+"""A path that begins with this is a name on the hub."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""Files in a directory that ``datasets`` has written: one data set, or one for each split."""
+"""A directory from ``datasets`` has the first file if it is one data set, the second if it has several splits."""
 _OPTIONS = {"split": "split", "config": "name", "revision": "revision"}
-"""The options in a name, and the parameters of ``datasets.load_dataset``."""
+"""The options in a name on the hub, each with its parameter of ``datasets.load_dataset``."""
 
 PlacedRow = tuple[str, dict[str, Any]]
-"""A row's place, for errors, and its content."""
+"""A row with its place (file and line, say) for error messages, the place first."""
 
 
 def read_rows(path: Path, *, key: str, content: bytes | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of the data set ``path``, each with its place; ``content`` is the file's, if it is read already.
+    """Yield the rows of the data set ``path``, each with its place. Reads ``content`` instead of the file, if given.
 
     Raises DataError if there is no such data set, if it cannot be read, or if it is empty. ``key`` is the configuration
-    key with ``path``.
+    key with the value ``path``, for the message.
     """
     place = None
     for place, row in _reader(path, key=key)(path, content):
@@ -39,9 +42,10 @@ def read_rows(path: Path, *, key: str, content: bytes | None = None) -> Iterator
 
 
 def digest_rows(path: Path) -> str:
-    """Return a hash of the data set ``path``: of the file's bytes, the directory's names and files, the name's rows.
+    """Return a hash of the data set ``path``.
 
-    Raises OSError, and DataError for a name that cannot be loaded.
+    It covers the bytes of a file, the names and bytes of a directory's files (hidden ones are left out), or the rows of
+    a name on the hub. Raises OSError for an unreadable file, and DataError for a name that cannot be loaded.
     """
     total = hashlib.sha256()
     if _is_hub(path):
@@ -125,7 +129,7 @@ _READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows}
 
 
 def _directory_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a directory from ``Dataset.save_to_disk``: streams of Arrow, named by a file of JSON."""
+    """Yield the rows of a directory from ``Dataset.save_to_disk``. A JSON file names its Arrow streams."""
     import pyarrow as pa
 
     if not (path / _STATE).is_file():
@@ -168,7 +172,7 @@ def _hub_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_name(text: str) -> tuple[str, dict[str, str]]:
-    """Return the data set's name and the options for ``datasets.load_dataset``. Raises DataError.
+    """Return the name in ``text``, and the options for ``datasets.load_dataset``. Raises DataError.
 
     >>> _parse_name("hf:openai/gsm8k?config=main&split=test")
     ('openai/gsm8k', {'name': 'main', 'split': 'test'})

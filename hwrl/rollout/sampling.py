@@ -1,4 +1,4 @@
-"""Draw the next token of each slot, each by the settings of its request."""
+"""Sample the next token of each slot, with the settings of its request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from hwrl.interfaces import Sampling
 
 
 class SlotSampler:
-    """The sampling of every slot: settings on the device, and the next tokens.
+    """Samples the next token of each slot. The slots' settings lie on the device.
 
-    A step without filters sorts nothing. Filters cost one sort of the vocabulary for each row that has one; a row's
-    token does not depend on other rows.
+    Only rows with a filter cost a sort of the vocabulary. A row's token does not depend on other rows.
     """
 
     def __init__(self, *, slots: int, device: torch.device) -> None:
@@ -25,7 +24,7 @@ class SlotSampler:
         self._min_p = torch.zeros(slots, device=device)
 
     def fill(self, rows: slice, settings: Sequence[Sampling]) -> None:
-        """Give the slots ``rows`` to requests with these ``settings``."""
+        """Set the settings of the slots ``rows``, for new requests."""
         self._is_filtered[rows] = [one.is_filtered for one in settings]
         self._temperature[rows] = torch.tensor([one.temperature for one in settings], device=self._device)
         if any(self._is_filtered[rows]):
@@ -58,13 +57,13 @@ class SlotSampler:
         best = logprobs.argmax(-1)
         token = torch.where(greedy, best, drawn)[:, None]
         chosen = logprobs.gather(1, token)
-        if filtered:  # a device may add in another order: then a sum over dropped tokens may differ by rounding
+        if filtered:  # a device may round a sum over dropped tokens differently, and so draw one of them
             token = torch.where(chosen == -torch.inf, best[:, None], token)
             chosen = logprobs.gather(1, token)
         return token, chosen
 
     def _filter(self, scaled: torch.Tensor, rows: slice) -> None:
-        """Drop tokens of the rows with a filter, in ``scaled``."""
+        """Drop tokens in the rows of ``scaled`` that have a filter, in place."""
         filtered = [place for place, is_filtered in enumerate(self._is_filtered[rows]) if is_filtered]
         places = torch.tensor(filtered, device=self._device)
         slots = places + rows.start
@@ -79,8 +78,8 @@ def filter_logits(
     """Return ``logits`` (rows × vocabulary) with -inf for the tokens that the filters drop.
 
     ``top_p``, ``top_k`` (int64, at least 1) and ``min_p`` have one value for each row. Min-p comes first, then top-k,
-    then top-p. Each filter keeps the tokens from some logit up, so equal tokens stay together: top-k and top-p may keep
-    more than they need.
+    then top-p. Each filter keeps all tokens from a certain logit up. So tokens with equal logits stay together, and
+    top-k and top-p may keep more tokens than they ask for.
     """
     ranked = logits.sort(-1, descending=True).values
     smallest = torch.maximum(
@@ -95,5 +94,5 @@ def filter_logits(
 
 
 def _kept(sampling: Sampling) -> int:
-    """Return the number of tokens that top-k keeps; all of any vocabulary for -1."""
+    """Return the number of tokens that top-k keeps. For -1 it is larger than any vocabulary."""
     return sampling.top_k if sampling.top_k > 0 else 1 << 62

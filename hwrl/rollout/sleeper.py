@@ -7,11 +7,14 @@ import time
 from hwrl.interfaces import MEMORY_TAGS, RolloutEngine
 
 AFTER_S = 0.2
-"""Idle time before an engine sleeps: about the time of a sleep and a wake together."""
+"""Idle time before an engine sleeps. A sleep and a wake together take about as long."""
 
 
 class Sleeper:
-    """Puts ``engine`` to sleep at ``level`` after AFTER_S of idleness; with None, never. One thread, the engine's."""
+    """Puts ``engine`` to sleep at ``level`` after AFTER_S of idleness; never if ``level`` is None.
+
+    Only the engine's thread may call it.
+    """
 
     def __init__(self, engine: RolloutEngine, *, level: int | None) -> None:
         self._engine, self._level = engine, level
@@ -20,7 +23,7 @@ class Sleeper:
         self.asleep = False
 
     def is_due(self, *, idle: bool) -> bool:
-        """Note whether the engine is idle now. Return whether it has been idle for long enough."""
+        """Note whether the engine is idle now; return whether it should sleep now."""
         if self._level is None or self.asleep or not idle:
             self._idle_since_s = None
             return False

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by the type checker
     """A :class:`transformers.Cache` in which each running request has a slot (a row) of fixed length.
 
-    Slots 0 … n-1 are in use. When a request ends, the last one moves into its slot (:meth:`move`), so a step works on a
-    prefix of the slots without copies. Before each forward pass the caller sets its slots and positions
-    (:meth:`place`). The caller also makes the attention masks.
+    The used slots are 0 … n-1, without gaps, so a step reads them as one slice, without a copy. When a request ends,
+    the caller moves the last request into its slot (:meth:`move`). Before each forward pass the caller sets the slots
+    and positions of the pass (:meth:`place`). The caller also makes the attention masks.
     """
 
     def __init__(self, *, slots: int, length: int, device: torch.device) -> None:
@@ -24,9 +24,9 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
         super().__init__(layer_class_to_replicate=lambda **_: _SlotLayer(self))
 
     def place(self, rows: slice, positions: torch.Tensor, used_length: int) -> None:
-        """Set the target of the next forward pass: ``positions`` (rows × new tokens, int64) in the slots ``rows``.
+        """Set where the next forward pass writes: ``positions`` (rows × new tokens, int64) in the slots ``rows``.
 
-        Attention reads the first ``used_length`` positions of the slots, at most ``length``.
+        Its attention reads the first ``used_length`` positions of these slots. ``used_length`` is at most ``length``.
         """
         self.rows, self.positions, self.used_length = rows, positions, used_length
 
@@ -37,9 +37,10 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
 
     def spread(self, rows: slice, sources: torch.Tensor, used_length: int) -> None:
-        """Fill each of the slots ``rows`` from one of the first of them: ``sources`` (int64) counts from its start.
+        """Copy slots within ``rows``: slot ``rows.start + i`` gets the content of ``rows.start + sources[i]``.
 
-        Only the first ``used_length`` positions are copied.
+        ``sources`` (int64) has one element for each of the ``rows``. Only the first ``used_length`` positions are
+        copied.
         """
         for layer in self.layers:
             for content in (layer.keys[rows, :, :used_length], layer.values[rows, :, :used_length]):
@@ -53,7 +54,10 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
         return int(layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes)
 
     def drop(self) -> int:
-        """Free the memory of all slots with their content; return its bytes. The next forward pass allocates anew."""
+        """Free the memory of all slots, and lose their content; return its bytes.
+
+        The next forward pass allocates it again.
+        """
         nbytes: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
         self.layers.clear()
         return nbytes
@@ -96,7 +100,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not f
 
 
 def cache_token_nbytes(config: Any, *, itemsize: int) -> int:
-    """Return the bytes of keys and values of one token, in all layers of a model with transformers' ``config``."""
+    """Return the bytes of one token's keys and values in all layers; ``config`` is the model's in transformers."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Find the stop texts and stop tokens that end a response, token by token."""
+"""Find the stop text or stop token at the end of a response, token by token."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, special tokens included."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The end of a text whose last character has more bytes than its tokens."""
+"""A decoded text ends with it if the tokens have only the first bytes of the last character."""
 _MOST_BYTES = 4
-"""Bytes of a character in UTF-8, and so tokens."""
+"""The most bytes of a character in UTF-8, and so the most tokens."""
 
 
 class StopFinder:
-    """Looks for the stops of one response, as its tokens come.
+    """Looks for the stops of one response while its tokens arrive.
 
-    A stop text may begin and end inside tokens. The finder decodes the newest tokens only, together with those before
-    them: a token's text may depend on its neighbour, and a character may need several tokens.
+    A stop text may begin and end inside a token. The finder decodes only a window of the newest tokens. The window also
+    has the tokens just before them, because a token's text may depend on its neighbour. It grows while a character is
+    incomplete.
     """
 
     def __init__(self, sampling: Sampling, decode: Decode | None) -> None:
         self._texts, self._ids = sampling.stop, frozenset(sampling.stop_token_ids)
         self._decode = decode
         self._kept = max(map(len, sampling.stop), default=1) - 1  # characters of an unfinished stop text
-        self._tokens: list[int] = []  # since the beginning of the decoded window
-        self._read = 0  # of these, the tokens whose text is in the tail
-        self._tail = ""
+        self._tokens: list[int] = []  # the window
+        self._read = 0  # how many tokens of the window were searched before
+        self._tail = ""  # the end of the searched text: a stop text may have begun in it
 
     def find(self, token_id: int) -> str | int | None:
-        """Take the next token; return the stop that it completes, the earliest in the text; None if there is none."""
+        """Take the next token; return the stop text or token that it completes, or None.
+
+        If it completes several texts, the one that begins first counts, and of those the longest.
+        """
         if token_id in self._ids:
             return token_id
         if self._decode is None or not self._texts:
@@ -68,9 +72,9 @@ def stop_finder(request: GenerationRequest, decode: Decode | None) -> StopFinder
 
 
 def text_decoder(model_directory: Path) -> Decode:
-    """Return a function that decodes with the tokenizer in ``model_directory``. Its first call reads the tokenizer.
+    """Return a function that decodes with the tokenizer in ``model_directory``.
 
-    That call raises DataError without a tokenizer.
+    The first call reads the tokenizer. It raises DataError if there is none.
     """
 
     @functools.cache

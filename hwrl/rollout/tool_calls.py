@@ -12,9 +12,9 @@ _BEGIN, _END, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
 
 
 def parse_tool_calls(text: str, tools: Tools = ()) -> ParsedAnswer:
-    """Read the calls in ``text``, after its reasoning (``</think>``) if it has any.
+    """Return the calls in ``text``. Calls inside its reasoning, before ``</think>``, do not count.
 
-    The content is the text before the first call, or all of it if a call is damaged.
+    The content is the text before the first call. If a call is damaged, there are no calls, and all text is content.
 
     >>> parse_tool_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ParsedAnswer(content='Let me see. ', tool_calls=(ToolCall(name='add', arguments='{"a": 1}'),))
@@ -34,7 +34,7 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> ParsedAnswer:
 
 
 def _first_call(text: str) -> tuple[ToolCall | None, str]:
-    """Return the call at the start of ``text``, or None if there is none, and the text behind it."""
+    """Return the call at the start of ``text``, and the text after it; None for the call if it is damaged."""
     text = text.lstrip()
     try:
         call, end = json.JSONDecoder().raw_decode(text)

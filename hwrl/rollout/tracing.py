@@ -12,9 +12,9 @@ from hwrl.interfaces.tracing import Attribute
 
 
 class SpanLog:
-    """Notes the spans of one traced prompt. Any thread may call it.
+    """Notes the spans of one traced prompt, each with ``attributes``. Any thread may call it.
 
-    ``attributes`` are added to each span. :meth:`of_sample` gives a log for one sample; its spans are in this log, too.
+    :meth:`of_sample` returns a log for one sample. Its spans go into this log, too.
     """
 
     def __init__(self, **attributes: Attribute) -> None:
@@ -37,7 +37,7 @@ class SpanLog:
         self._spans.append(Span(name, begin_unix_s, end, {**self._attributes, **attributes}))
 
     def add_generation(self, response: Response, begin_unix_s: float) -> None:
-        """Note the generation call that has returned ``response``."""
+        """Note a call of the engine that returned ``response`` now."""
         versions = response.versions
         known = {"version_min": int(versions.min()), "version_max": int(versions.max())} if len(versions) else {}
         made = {"tokens": len(response.token_ids), "truncated": bool(response.truncated), **known}
@@ -52,7 +52,7 @@ _current: ContextVar[SpanLog | None] = ContextVar("hwrl_spans", default=None)
 
 
 def trace_with(log: SpanLog | None) -> None:
-    """Let :func:`traced` note spans of this task, and of the tasks that it starts later, in ``log``."""
+    """Let :func:`traced` note the spans of this task in ``log``, and those of tasks that it starts later."""
     _current.set(log)
 
 
@@ -63,10 +63,10 @@ def current_log() -> SpanLog | None:
 
 @contextmanager
 def traced(name: str, **attributes: Attribute) -> Iterator[dict[str, Attribute]]:
-    """Note the block as a span of the prompt whose workflow runs here, also if the block raises.
+    """Note the block as a span of the present workflow's prompt, also if the block raises.
 
-    For workflows and their tools. Yields a dict; the block may add attributes to it. Does nothing for a prompt that is
-    not traced (``report.trace_every``), and outside of a workflow.
+    For workflows and their tools. Yields a dict; the block may add attributes to it. Does nothing outside of a
+    workflow, and for a prompt that is not traced (``report.trace_every``).
     """
     log, begin_unix_s = _current.get(), time.time()
     try:

@@ -1,4 +1,4 @@
-"""Load received weights into an engine: whole models, or a base and its adapters."""
+"""Load received weights into an engine: whole models, or a base model and its adapters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class WeightUpdater(Protocol):
     """Loads new weights into one engine. Only the engine's thread calls it."""
 
     incarnation: int
-    """The trainer's incarnation that published the engine's weights; -1 before the first."""
+    """The trainer's incarnation of the engine's weights; -1 before the first weights."""
 
     def poll(self) -> bool:
         """Return whether new weights are offered. Does not block."""
         ...
 
     def update(self) -> bool:
-        """Receive the offered weights and load them. Return whether the engine now has a new version.
+        """Receive the offered weights and load them; return whether the engine has a new version now.
 
-        Blocks until the transfer ends. After a failed transfer the engine keeps its weights if there is room for two
-        versions; otherwise it may have none.
+        Blocks until the transfer ends. After a failed transfer the engine keeps its weights if the link has memory for
+        two versions; otherwise it may have none.
         """
         ...
 
     def release(self) -> None:
-        """Free device memory, because the engine sleeps. The next version may bring the weights that it dropped."""
+        """Free device memory: the engine sleeps. If it dropped a base model, the next version may bring that again."""
         ...
 
     def request(self) -> None:
@@ -43,7 +43,7 @@ class WeightUpdater(Protocol):
 
 
 class ModelUpdater:
-    """Brings whole models from ``link`` into its engine."""
+    """Brings whole models from ``link`` into the link's engine."""
 
     def __init__(self, link: ModelLink) -> None:
         self._link = link
@@ -70,27 +70,27 @@ class ModelUpdater:
 
 
 class ConnectBase(Protocol):
-    """Joins the link of bases. Without ``newest`` it gets later bases only."""
+    """Joins the link of base models. Without ``newest`` it gets later ones only."""
 
     def __call__(self, *, newest: bool = True) -> ModelLink: ...
 
 
 class AdapterUpdater:
-    """Loads adapters into ``engine``, and their base whenever the engine lacks it.
+    """Loads adapters into ``engine``, and their base model whenever the engine lacks it.
 
-    ``connect`` joins the link of adapters, POLICY, and ``connect_base`` the link of bases, POLICY_BASE. The link for
-    the base is joined only while the engine lacks its base. So the sender knows from its members whether to send the
-    base, and the link's memory is free the rest of the time. An adapter that arrives before its base waits for it.
+    ``connect`` joins the link of adapters, POLICY. ``connect_base`` joins the link of base models, POLICY_BASE; a
+    replica is its member only while the engine lacks the base. So the sender sees from the members whether to send the
+    base, and the link needs no memory at other times. If an adapter arrives before its base, it waits for the base.
     """
 
     def __init__(
         self, engine: RolloutEngine, *, connect: Callable[[], RetryingReceiver], connect_base: ConnectBase
     ) -> None:
         self._engine, self._connect_base = engine, connect_base
-        # First the base's link: the sender takes a member of POLICY alone for one that holds the base.
+        # Join the link of bases first: for the sender, a member of POLICY alone has the base.
         self._base_link: ModelLink | None = connect_base()
         self._policy_link = connect()
-        self._adapter: Received | None = None  # the newest one; loaded again after its base was loaded again
+        self._adapter: Received | None = None  # the newest; kept, because a new base needs it again
         self._base_loads = self._base_nbytes = 0
         self.incarnation = -1
 
@@ -100,7 +100,7 @@ class AdapterUpdater:
         return (self._base_link is not None and self._base_link.poll()) or self._policy_link.poll()
 
     def update(self) -> bool:
-        # The base is offered before its adapter. The last poll may have looked for it before both came.
+        # Look again for a base: it is offered before its adapter, but perhaps after the last poll of its link.
         if self._base_link is not None and self._base_link.look():
             base = self._base_link.load(incarnation=self.incarnation)
             if base is None:
@@ -112,12 +112,12 @@ class AdapterUpdater:
             if adapter is None:
                 return False
             if is_outdated(adapter, self.incarnation):
-                self._adapter = None  # the receiver reuses its memory
+                self._adapter = None  # its memory is used again
                 return False
             self._adapter = adapter
         loaded = self._load_adapter()
         if not loaded and self._adapter is not None:
-            self.request()  # the sender sent the adapter alone, and the engine lacks its base
+            self.request()  # the adapter came alone, and the engine lacks its base
         return loaded
 
     def release(self) -> None:
@@ -141,14 +141,14 @@ class AdapterUpdater:
         return self._engine.base is None or self._engine.base != wanted
 
     def _note_base(self) -> None:
-        """Count a base that is now in the engine, and leave the link of bases."""
+        """Count a loaded base, and leave the link of bases."""
         self._base_loads += 1
         if self._base_link is not None:
             self._base_link.close()
             self._base_link = None
 
     def _load_adapter(self) -> bool:
-        """Load the newest adapter, and its base if both arrived together; return False if that is not possible yet."""
+        """Load the newest adapter, and its base if both arrived together; return False if there is none or no base."""
         adapter = self._adapter
         if adapter is None:
             return False

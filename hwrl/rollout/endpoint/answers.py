@@ -1,4 +1,4 @@
-"""Answers of an endpoint in OpenAI's form: as one object, and as the chunks of a stream."""
+"""The answers of an endpoint in OpenAI's form: one object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AnswerJson = dict[str, Any]
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One of the answers to a request: the recorded turn, and what the agent reads of it."""
+    """One of the ``n`` answers to a request: the policy's turn, and its message for the agent."""
 
     turn: Turn
     parsed: ParsedAnswer
@@ -31,18 +31,21 @@ class AnswerChoice:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for the end of the response."""
+        """OpenAI's word for the reason why the response ended."""
         if self.response.truncated:
             return "length"
         return "tool_calls" if self.parsed.tool_calls else "stop"
 
 
 class AnswerFormat:
-    """The form of the answers to one request; ``choices`` share their prompt."""
+    """Writes the answers to one request as JSON. All ``choices`` have the same prompt."""
 
     kind: str
+    """The value of ``object`` in an answer."""
     chunk_kind: str
+    """The value of ``object`` in a chunk."""
     prefix: str
+    """The beginning of the answer's ``id``."""
 
     def __init__(
         self, asked: ChatRequest | CompletionRequest, choices: Sequence[AnswerChoice], chat: ChatTokens
@@ -53,19 +56,19 @@ class AnswerFormat:
         self._with_ids = asked.return_token_ids
 
     def whole(self) -> _AnswerJson:
-        """Return the answer that is not streamed."""
+        """Return the answer as one object."""
         choices = [{**self.of_choice(choice, index), **self._ids(choice)} for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.kind, **self._prompt_ids(), "choices": choices, "usage": self._usage()}
 
     def chunks(self) -> Iterator[_AnswerJson]:
-        """Yield the chunks of a stream, but for the last (:meth:`last_chunks`)."""
+        """Yield the chunks of a stream with content; :meth:`last_chunks` follow."""
         for index, choice in enumerate(self.choices):
             for number, part in enumerate(self.parts_of_choice(choice)):
                 extra = {} if number else self._ids(choice)
                 yield self._chunk([{"index": index, "finish_reason": None, **part, **extra}])
 
     def last_chunks(self) -> Iterator[_AnswerJson]:
-        """Yield the chunks that tell the end of each choice, and with ``stream_options`` the usage."""
+        """Yield a chunk with the finish reason of each choice, and one with the usage if the request wants it."""
         for index, choice in enumerate(self.choices):
             yield self._chunk([{"index": index, **self.empty_part(), "finish_reason": choice.finish_reason}])
         if self._asked.stream_options.include_usage:
@@ -84,7 +87,7 @@ class AnswerFormat:
         raise NotImplementedError
 
     def token_texts(self, choice: AnswerChoice) -> list[str]:
-        """Return the text of each token of ``choice``, by itself."""
+        """Return the text of each token of ``choice``, decoded alone."""
         ids = choice.response.token_ids
         return [self.chat.decode(ids[index : index + 1], special=True) for index in range(len(ids))]
 

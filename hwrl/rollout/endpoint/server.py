@@ -1,4 +1,4 @@
-"""The HTTP server of a replica's endpoints, in the event loop of its workflows."""
+"""The HTTP server of a replica's endpoints. It runs in the event loop of the workflows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
 _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
 _ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
-"""Hosts for all interfaces, each with an address of documentation: somewhere outside."""
+"""Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
 
 
 class EndpointServer:
-    """Serves all endpoints of a replica on one port of ``host``; each is known by its token.
+    """Serves all endpoints of a replica on one port of ``host``. The token in a request chooses the endpoint.
 
-    Made, used and closed in one event loop. It serves from :meth:`start` to :meth:`aclose`. Raises ConfigError if
-    ``host`` is no address of this machine.
+    It serves from :meth:`start` to :meth:`aclose`; use one event loop for all. Raises ConfigError if ``host`` is not an
+    address of this machine.
     """
 
     def __init__(self, *, host: str) -> None:
@@ -57,7 +57,7 @@ class EndpointServer:
 
     @contextlib.contextmanager
     def open(self, client: Generates, *, chat: ChatTokens) -> Iterator[Endpoint]:
-        """Serve an endpoint of ``client`` within the block; after it, requests are dropped and its token is unknown."""
+        """Serve an endpoint of ``client`` within the block. Its end drops the requests and makes the token invalid."""
         endpoint = Endpoint(client, chat=chat, base_url=self.base_url)
         self._endpoints[endpoint.name] = endpoint
         try:
@@ -109,7 +109,7 @@ class EndpointServer:
     # -- one request --------------------------------------------------------------------------------------------
 
     def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint with the token of ``request``. Raises _UnknownTokenError if none has it."""
+        """Return the endpoint of the token in ``request``. Raises _UnknownTokenError if no endpoint has it."""
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         endpoint = self._endpoints.get(token.partition("-")[0])
         expected = endpoint.api_key if endpoint is not None else ""
@@ -119,7 +119,7 @@ class EndpointServer:
         return endpoint
 
     async def _refuse_path(self, request: Request, exc: Exception) -> HttpResponse:
-        """Tell the holder of a token which paths there are, and a stranger nothing."""
+        """Answer a wrong path: with the right ones for a valid token, else with nothing."""
         assert isinstance(exc, HTTPException)
         try:
             self._endpoint(request)
@@ -146,13 +146,15 @@ class EndpointServer:
 
 
 class _UnknownTokenError(Exception):
-    """The request has no token of an endpoint; the answer is empty."""
+    """The request has no endpoint's token. A stranger gets an empty answer."""
 
 
 class _QuietServer(uvicorn.Server):
+    """A server that leaves the signals of the process to others."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signals alone."""
+        """Capture no signals."""
         yield
 
 
@@ -163,7 +165,7 @@ async def _answer(
     *,
     stream: bool,
 ) -> HttpResponse:
-    """Wait for ``work``, and answer. A client that leaves before has no answer, and nothing is recorded."""
+    """Run ``work`` and answer. If the client leaves before, ``work`` is cancelled, and nothing is recorded."""
     task, gone = endpoint.start(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +184,7 @@ async def _answer(
 
 
 async def _events(form: AnswerFormat, record: Record) -> AsyncIterator[str]:
-    """Yield the events of a stream. The answer is recorded before its end is told."""
+    """Yield the events of a stream. The answers are recorded before the client reads that they are complete."""
     for chunk in form.chunks():
         yield _event(chunk)
     record()
@@ -228,7 +230,7 @@ async def _report_unexpected(request: Request, exc: Exception) -> HttpResponse:
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket at a free port of ``host``; ConfigError if that is no address of this machine."""
+    """Return a socket at a free port of ``host``. Raises ConfigError if that is not an address of this machine."""
     try:
         return socket.create_server((host, 0), family=_family(host), backlog=2048)
     except OSError as exc:
@@ -243,7 +245,7 @@ def _url(host: str, port: int) -> str:
     """Return the address for agents. A host for all interfaces becomes this machine's address."""
     if host in _ANYWHERE:
         with socket.socket(_family(host), socket.SOCK_DGRAM) as unused, contextlib.suppress(OSError):
-            unused.connect((_ANYWHERE[host], 9))  # sends nothing: it chooses the address for that way
+            unused.connect((_ANYWHERE[host], 9))  # sends nothing, but chooses the interface towards it
             host = unused.getsockname()[0]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
