@@ -1,7 +1,7 @@
-"""Weights from TRL's trainers to a vLLM server, through hwrl: :func:`weights_by_hwrl`, :class:`AsyncWeights`.
+"""Send weights from TRL's trainers to a vLLM server, by hwrl: :func:`weights_by_hwrl`, :class:`AsyncWeights`.
 
-The server is ``vllm serve --weight-transfer-config '{"backend": "hwrl"}'`` with ``VLLM_SERVER_DEV_MODE=1``; see
-``docs/vllm.md`` and :class:`~hwrl_vllm.TransferTrainerInit` for the settings.
+Start the server by ``vllm serve --weight-transfer-config '{"backend": "hwrl"}'`` with ``VLLM_SERVER_DEV_MODE=1``.
+``docs/vllm.md`` and :class:`~hwrl_vllm.TransferTrainerInit` describe the settings.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ _NamedWeight = tuple[str, torch.Tensor]
 
 
 @contextlib.contextmanager
-def weights_by_hwrl(**settings: Any) -> Iterator[None]:
-    """Let the trainers that are made in the block send their weights through hwrl, in ``vllm_mode="server"``.
+def weights_by_hwrl(*, plain_http: bool = False, **settings: Any) -> Iterator[None]:
+    """A context: trainers made in it, with ``vllm_mode="server"``, send their weights by hwrl.
 
-    TRL has no setting for it, so its client class is replaced until the end of the block. Only the main process opens a
-    connection. ``settings`` are those of :class:`~hwrl_vllm.TransferTrainerInit`, such as ``host``.
+    TRL has no setting for this, so the context replaces TRL's client class until its end. A trainer keeps its client
+    after that. Only the main process opens a connection. ``settings`` are those of
+    :class:`~hwrl_vllm.TransferTrainerInit`, such as ``host``; ``plain_http`` is that of
+    :class:`~hwrl_vllm.ServerClient`.
     """
 
     class HwrlClient(VLLMClient):  # type: ignore[misc] # TRL is not followed by the type checker
-        """TRL's client of a server, with another way for the weights."""
+        """TRL's client of a server, except that hwrl sends the weights."""
 
         def init_communicator(self, device: Any = 0) -> None:
-            self._sender = ServerWeights(self.base_url, **settings)
+            self._sender = ServerWeights(self.base_url, plain_http=plain_http, **settings)
 
         def update_named_params(self, metadata: Any, named_params: Iterator[_NamedWeight]) -> None:
             self._sender.send(named_params, metadata)
@@ -49,41 +51,46 @@ def weights_by_hwrl(**settings: Any) -> Iterator[None]:
 
 
 class AsyncWeights:
-    """The ``weight_transfer=`` of TRL's AsyncGRPOTrainer: weights to the server at ``url``, through hwrl.
+    """Sends weights to the server at ``url``, as the ``weight_transfer=`` of TRL's AsyncGRPOTrainer.
 
-    Give it on every rank; only the main process connects, when training begins. ``settings`` are those of
-    :class:`~hwrl_vllm.TransferTrainerInit`. Requests that run at an update stop, and go on with the new weights. A
-    failed update raises the errors of :class:`~hwrl_vllm.TransferTrainer`, and the server goes on with the old weights.
+    Pass one on every rank. Only the main process connects, when training begins. ``settings`` are those of
+    :class:`~hwrl_vllm.TransferTrainerInit`, and ``plain_http`` is that of :class:`~hwrl_vllm.ServerClient`. An update
+    stops running requests, and they continue with the new weights.
+
+    A failed update raises the errors of :class:`~hwrl_vllm.TransferTrainer`, and the requests continue with the old
+    weights. With ``keep_old_version=False`` the server has weights of two versions then. So its requests stay stopped
+    until an update succeeds.
     """
 
-    def __init__(self, url: str, **settings: Any) -> None:
-        self._url, self._settings = url, settings
-        self._client = ServerClient(url)
+    def __init__(self, url: str, *, plain_http: bool = False, **settings: Any) -> None:
+        self._url, self._plain_http, self._settings = url, plain_http, settings
+        self._client = ServerClient(url, plain_http=plain_http)
         self._sender: ServerWeights | None = None
 
     def init_weight_transfer(self) -> None:
         """Connect to all workers of the server. Blocks until they have joined."""
-        self._sender = ServerWeights(self._url, **self._settings)
+        self._sender = ServerWeights(self._url, plain_http=self._plain_http, **self._settings)
 
     def pause(self) -> None:
-        """Stop the server's requests where they are, and forget what it computed with the old weights."""
+        """Stop the server's requests where they are, and empty its prefix cache."""
         self._client.pause(mode="keep")
 
     def send_weights(self, iterator: Iterator[_NamedWeight]) -> None:
-        """Send the weights; return when every worker has them."""
+        """Send the weights. Return when every worker has loaded them."""
         assert self._sender is not None, "TRL calls init_weight_transfer first"
         try:
             self._sender.send(iterator)
         except BaseException as exc:
-            attempt_all(self.resume, after=exc)  # TRL does not, after an error
+            if TransferTrainerInit(**self._settings).keep_old_version:
+                attempt_all(self.resume, after=exc)  # after an error TRL does not resume
             raise
 
     def resume(self) -> None:
-        """Let the requests go on."""
+        """Let the requests continue."""
         self._client.resume()
 
     def destroy(self) -> None:
-        """Close the connection."""
+        """Close the connection, if there is one."""
         if self._sender is not None:
             self._sender.close()
 
@@ -91,14 +98,14 @@ class AsyncWeights:
 class ServerWeights:
     """Sends iterators of names and tensors to the workers of the vLLM server at ``url``."""
 
-    def __init__(self, url: str, **settings: Any) -> None:
-        self._weights = _OneIterator()
-        self._trainer = TransferTrainer(TransferTrainerInit(**settings), client=ServerClient(url), source=self._weights)
+    def __init__(self, url: str, *, plain_http: bool, **settings: Any) -> None:
+        self._weights, client = _OneIterator(), ServerClient(url, plain_http=plain_http)
+        self._trainer = TransferTrainer(TransferTrainerInit(**settings), client=client, source=self._weights)
 
     def send(
         self, named: Iterable[_NamedWeight], described: Sequence[tuple[str, str, list[int]]] | None = None
     ) -> None:
-        """Send ``named``, ``described`` by name, dtype and shape; without a description, all of it is held first."""
+        """Send ``named``; ``described`` has names, dtypes and shapes. Without it, all tensors are held at once."""
         if described is None:
             named = list(named)
             described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in named]
@@ -112,13 +119,15 @@ class ServerWeights:
 
 @dataclass
 class _Described:
+    """A tensor's name, dtype and shape, as vLLM's sources describe it."""
+
     name: str
     dtype: torch.dtype
     shape: list[int]
 
 
 class _OneIterator:
-    """The weights of one update, in the form of vLLM's ``WeightSource``."""
+    """The weights of one update, with the interface of vLLM's ``WeightSource``."""
 
     described: Sequence[tuple[str, str, list[int]]] = ()
     named: Iterable[_NamedWeight] = ()

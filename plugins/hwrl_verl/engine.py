@@ -26,16 +26,18 @@ _DEVICES = sorted({"cuda", "npu", get_device_name()})
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
 class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's types are not followed
-    """verl's FSDP2 engine; it moves its state by an Offloader, and saves by a CheckpointManager.
+    """verl's FSDP2 engine. An Offloader moves its state, and a CheckpointManager saves it.
 
-    verl saves a step at ``FOLDER/global_step_N/actor``; its checkpoint here is ``FOLDER/hwrl/actor/global_step_N``.
-    With ``checkpoint.async_save`` verl's tracker in FOLDER names a step when all of it is complete: the actor, a critic
-    and verl's data.pt. Older checkpoints are removed after that. The save of the last training step waits until its
-    checkpoint is complete, and verl's trainers then call ``finish_saves``, because verl ends its workers soon after it.
+    Where verl asks for ``FOLDER/global_step_N/actor``, the checkpoint is in ``FOLDER/hwrl/actor/global_step_N``. With
+    ``checkpoint.async_save`` verl's tracker in FOLDER names a step when all its parts are complete: the actor, the
+    critic if there is one, and verl's data.pt. Older checkpoints are removed after that.
+
+    verl ends its workers soon after the last step. So the save of that step returns when its checkpoint is complete,
+    and then verl's trainers call ``finish_saves``, which waits for the tracker.
     """
 
     _offloader: Any = None
-    _is_tidy = False
+    _is_tidy = False  # whether this process has put unannounced steps aside
     _manager: checkpoint.CheckpointManager | None = None
     is_param_offload_enabled = property(lambda self: self._offloads["model"])
     is_optimizer_offload_enabled = property(lambda self: self._offloads["optimizer"])
@@ -51,16 +53,16 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         if self._offloader is None or self._uses_fsdp2_cpu_offload_policy or not (model or optimizer):
             return
-        # On the CPU verl gives both directions the same name, so there each call is the other one.
+        # On the CPU verl names both directions "cpu". It calls them in turn, so each call there is the other direction.
         self._on_host = not self._on_host if get_device_name() == "cpu" else device != get_device_name()
         move = self._offloader.offload if self._on_host else self._offloader.load
         move(params=model, optimizer=optimizer)
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
-        loaded = contextlib.ExitStack()
-        loaded.enter_context(self._offloader.loaded(optimizer=False))
-        weights, adapter = super().get_per_tensor_param(*args, **kwargs)
-        return _read_within(loaded, weights), adapter
+        with contextlib.ExitStack() as loaded:
+            loaded.enter_context(self._offloader.loaded(optimizer=False))
+            weights, adapter = super().get_per_tensor_param(*args, **kwargs)
+            return _read_within(loaded.pop_all(), weights), adapter
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
@@ -70,7 +72,8 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
         if self.rank == 0:
             tracker.begin_part(folder, part, global_step)
         committed = threading.Event()
-        stepped = self.optimizer is None or bool(self.optimizer.state)  # if not, torch takes an empty step for a state
+        # Without a state get_state_dict takes an empty step to make one.
+        stepped = self.optimizer is None or bool(self.optimizer.state)
 
         def follow(info: checkpoint.CheckpointInfo) -> None:
             committed.set()
@@ -87,14 +90,14 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
                 offloader=self._offloader,
             )
         if self.rank == 0 and 0 < self.optimizer_config.total_training_steps <= global_step:
-            # Not until the save has ended: it waits for verl's data.pt, which is written after this.
+            # Wait for the commit only. The save ends after verl has written data.pt, and that comes after this call.
             while self._manager.is_saving and not committed.wait(tracker.LOOK_S):
                 pass
             if not self._manager.is_saving:
-                self._manager.wait()  # for its error
+                self._manager.wait()  # raises the save's error if it failed
 
     def finish_saves(self) -> None:
-        """Wait until the last save has ended: with ``async_save``, verl's tracker names its step. Raises its error."""
+        """Wait until the last save has ended, and raise its error. An asynchronous one is then in verl's tracker."""
         if self._manager is not None:
             self._manager.wait()
 
@@ -109,18 +112,21 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             set_state_dict(self.module, optimizer, **found)
         if "extra" in contents:
             self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
-            of_ranks = resumed.rank_extras  # perhaps of fewer ranks than there are now
+            of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
             checkpoint.set_rng_state(of_ranks[self.rank % len(of_ranks)]["rng"])
 
     def _open_manager(
         self, local_path: str, *, keep: int | None = None, resumed: int = -1
     ) -> checkpoint.CheckpointManager:
-        """Open the directory of all steps; there is one manager at a time."""
+        """Open the directory of all steps of this part. Closes the manager before, because a directory has one owner.
+
+        ``resumed`` is the step that is about to be loaded, -1 if none is. The first call puts later steps aside.
+        """
         if self._manager is not None:
             self._manager.close()
             self._manager = None
         folder, part = _place_of(local_path)
-        if self.rank == 0 and not self._is_tidy:  # before the other ranks look: they wait for this one
+        if self.rank == 0 and not self._is_tidy:  # before the others open the directory: they wait for rank 0 there
             tracker.put_unannounced_aside(folder, part, after=resumed)
         self._is_tidy = True
         directory = tracker.part_directory(folder, part)
@@ -134,7 +140,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
         stepped = bool(self.optimizer.state)
         model, optimizer = get_state_dict(self.module, self.optimizer)
         for state in () if stepped else self.optimizer.state.values():
-            state["step"].zero_()  # torch took an empty step to make a state
+            state["step"].zero_()  # get_state_dict took an empty step to make a state
         return {"model": model, "optimizer": optimizer}
 
     def _export(self, directory: Path, saved: checkpoint.SavedTensors) -> None:
@@ -146,7 +152,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
 class HwrlEngineWithValueHead(HwrlEngineWithLMHead, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
-    """The same for the engine of a critic."""
+    """The same for verl's engine of a critic."""
 
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator] # likewise
@@ -156,7 +162,7 @@ def _finalize_saves(worker: Any, blocking: bool = False) -> None:
         engine.finish_saves()
 
 
-# verl's trainers call this before each step, and with ``blocking`` after the last one, if the workers have it.
+# verl's trainers call this method if the workers have it: before each step, and with ``blocking`` after the last one.
 ActorRolloutRefWorker.async_calls_finalize_fn_exec = _finalize_saves
 
 
@@ -171,5 +177,6 @@ def _step_of(local_path: str) -> int:
 
 
 def _read_within(loaded: contextlib.ExitStack, weights: Iterator[Any]) -> Iterator[Any]:
+    """Yield ``weights``, and close ``loaded`` at their end or when the reader ends early."""
     with loaded:
         yield from weights

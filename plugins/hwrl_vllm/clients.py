@@ -1,4 +1,4 @@
-"""Clients of vLLM's weight transfer, where vLLM's own do not fit: without vLLM in the process, and for an LLM here."""
+"""Clients of vLLM's weight transfer: for a server, without vLLM in this process, and for an ``LLM`` in this process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from hwrl.errors import EngineError
 _FIX = "see the server's log"
 _SHOWN_NBYTES = 1000
 """The bytes of a server's answer that an error shows."""
-_KEY = re.compile(r"#[\w-]{20,}")  # of the address of a store: a server may repeat what it was sent
+_KEY = re.compile(r"#[\w-]{20,}")  # the key in a store's address: a server's error may repeat the request
 
 
 class ServerClient:
-    """Calls the ``vllm serve`` at ``url`` (with VLLM_SERVER_DEV_MODE=1); a call may take ``timeout_s``.
+    """Calls the ``vllm serve`` at ``url``, which was started with VLLM_SERVER_DEV_MODE=1.
 
-    The first call sends the key of the trainer's store. So ``url`` is an address of this machine or https; other
-    machines can read plain http, and ``plain_http`` accepts that, for a network that only the run uses. Raises
-    EngineError, with the server's answer, if a call fails, and for plain http to another machine.
+    A call blocks for at most ``timeout_s``. If it fails, it raises EngineError with the server's answer.
+
+    Calls send the key of the trainer's store. Other machines can read plain http, so ``url`` must be https or an
+    address of this machine, and otherwise this raises EngineError. ``plain_http`` accepts any url, for a network that
+    only the run uses. Plain http uses no proxy, whatever ``http_proxy`` says.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, plain_http: bool = False) -> None:
@@ -35,6 +37,8 @@ class ServerClient:
                 fix="use https or a tunnel to this machine, or pass plain_http=True in a network of your own",
             )
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        is_tls = urllib.parse.urlsplit(url).scheme == "https"  # a proxy cannot read it
+        self._opener = urllib.request.build_opener(*([] if is_tls else [urllib.request.ProxyHandler({})]))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})
@@ -49,18 +53,18 @@ class ServerClient:
         self._post("finish_weight_update", {})
 
     def pause(self, *, mode: str = "wait") -> None:
-        """Begin no requests, and empty the cache of prefixes; running requests finish, or with "keep" stop."""
+        """Begin no more requests, and empty the prefix cache. Running requests finish; with mode "keep" they stop."""
         self._post(f"pause?mode={mode}", {})
 
     def resume(self) -> None:
-        """Begin requests again; stopped ones go on, and compute their prompts anew."""
+        """Begin requests again. Stopped requests continue, and their prompts are computed again."""
         self._post("resume", {})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
         try:
-            urllib.request.urlopen(request, timeout=self._timeout_s).close()
+            self._opener.open(request, timeout=self._timeout_s).close()
         except urllib.error.HTTPError as exc:
             with exc:
                 answer = _KEY.sub("#…", exc.read(_SHOWN_NBYTES).decode(errors="replace"))
@@ -71,18 +75,18 @@ class ServerClient:
 
 
 def _is_private(url: str) -> bool:
-    """Return whether only this machine or the server can read what is sent to ``url``."""
+    """Return whether nobody but this machine and the server can read what is sent to ``url``."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "https" or parts.hostname == "localhost":
         return True
     try:
         return ipaddress.ip_address(parts.hostname or "").is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name, which may be another machine's
         return False
 
 
 class LocalClient:
-    """Calls the workers of ``llm``, vLLM's ``LLM`` in this process."""
+    """Calls the workers of ``llm``, a ``vllm.LLM`` of this process."""
 
     def __init__(self, llm: Any) -> None:
         self._call = llm.collective_rpc

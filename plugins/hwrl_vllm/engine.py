@@ -1,4 +1,4 @@
-"""The rollout engine on vLLM: vLLM steps ahead, and pauses while weights change."""
+"""The rollout engine on vLLM. vLLM runs ahead of :meth:`VllmEngine.step`, and pauses while weights change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hwrl.errors import EngineError, HwrlError, UnsupportedError
+from hwrl.errors import EngineError, HwrlError, UnsupportedError, attempt_all
 from hwrl.interfaces import (
     MEMORY_TAGS,
     Backend,
@@ -53,30 +53,31 @@ from hwrl_vllm.worker import LentWeights, WeightLoading
 Weights = Mapping[str, torch.Tensor]
 _WorkerResultT = TypeVar("_WorkerResultT")
 _ENDS = ("STOP", "LENGTH")
-"""vLLM's names for the ends of whole responses."""
+"""vLLM's reasons with which a response is whole; with any other, vLLM has not finished it."""
 
 
 class VllmEngine(RolloutEngine):
-    """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
+    """Generates with vLLM; ``options`` are more arguments of vLLM's ``EngineArgs``.
 
     Each worker receives weights straight into its own parameters.
 
-    vLLM begins steps before :meth:`step` is called. An update waits for the step that has begun; no other begins until
-    all workers have the new weights. Running requests keep their attention cache across it and continue with the new
-    weights. Requests after an update read no cache from before it. After a failed update or step the engine has no
-    weights, and generates nothing until an update succeeds. A failed step drops the pending requests, and ends vLLM's
-    process if it has one.
+    vLLM begins steps before :meth:`step` is called. An update waits for the steps that have begun. The next step begins
+    when all workers have the new weights. Running requests keep their attention cache in an update and continue with
+    the new weights. A request that comes after an update reads no cache from before it. After a failed update or step
+    the engine has no weights, and generates nothing until an update succeeds. A failed step drops the pending requests,
+    and ends vLLM's process if the engine core has one.
 
-    :attr:`vllm` is vLLM's ``LLMEngine``, and :attr:`core` the engine core behind it; change nothing in them.
+    :attr:`vllm` is vLLM's ``LLMEngine``, and :attr:`core` is the engine core behind it. Change nothing in them.
 
-    With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises UnsupportedError if vLLM has none on this device,
-    and ConfigError if it has no place for a part of the adapter, or no such ``settings.sampling``.
+    With ``settings.may_sleep`` vLLM starts in its sleep mode. Raises UnsupportedError if vLLM cannot sleep on this
+    device, ConfigError if vLLM supports no adapter in one of the adapter's layers, or not the values of
+    ``settings.sampling``, and EngineError if vLLM does not start.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
         self._settings, self._backend = settings, backend
         self.receivers = settings.tensor_parallel
-        self._held = [Taken()] * self.receivers  # the version in each worker's weights
+        self._held = [Taken()] * self.receivers  # what each worker received last and still has in its weights
         inline = runs_inline(options, backend)
         self._worker_is_here = inline and settings.tensor_parallel == 1
         if not self._worker_is_here:
@@ -84,12 +85,12 @@ class VllmEngine(RolloutEngine):
         with torch.device("meta"):
             model = build_model(settings.model_directory, dtype=settings.dtype)
             self._base, self._adapter = saved_weights(add_adapter(model, settings.lora) if settings.lora else model)
-        self._form = settings.lora.peft_config() if settings.lora else {}
+        self._adapter_config = settings.lora.peft_config() if settings.lora else {}
         self._requests: dict[str, PartialResponse] = {}
-        self._finished: list[Completion] = []  # in an update, for the next step
-        self._waiting: list[str] = []  # not given to vLLM, because it cannot run them yet
+        self._finished: list[Completion] = []  # for the next step; an update may finish some
+        self._waiting: list[str] = []  # names of requests that vLLM cannot run yet, and does not have
         self._request_numbers = itertools.count()
-        self._cache_number = 0
+        self._cache_number = 0  # the number of updates and sleeps; a cached prefix is valid for one number only
         self._asleep: frozenset[str] = frozenset()
         self._causes = Causes()
         self._decode = text_decoder(settings.model_directory)
@@ -99,7 +100,7 @@ class VllmEngine(RolloutEngine):
             self._causes.close()
             raise
         self.core = core_of(self.vllm.engine_core)
-        self._causes.clear()  # of what the start survived
+        self._causes.clear()  # drop errors that did not stop the start
         try:
             self._prepare()
         except BaseException:
@@ -113,7 +114,7 @@ class VllmEngine(RolloutEngine):
             PartialResponse(request, self._core_request(request), stop_finder(request, self._decode))
             for request in requests
         ]
-        with self._or_no_weights("taking requests"):
+        with self._error_drops_weights("taking requests"):
             for partial in accepted:
                 self._add(partial)
 
@@ -121,7 +122,7 @@ class VllmEngine(RolloutEngine):
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
         if self._requests and not self._finished:
-            with self._or_no_weights("generating"):
+            with self._error_drops_weights("generating"):
                 self._take(self.core.next_tokens())
         finished, self._finished = self._finished, []
         return finished
@@ -137,7 +138,7 @@ class VllmEngine(RolloutEngine):
         self._requests.clear()
         self._waiting, self._finished = [], []
         if requests:
-            with self._or_no_weights("dropping requests"):
+            with self._error_drops_weights("dropping requests"):
                 self.core.abort(requests)
         return dropped
 
@@ -180,24 +181,22 @@ class VllmEngine(RolloutEngine):
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
         require_adapter(self._adapter)
         require_base(self.base, base)
-        self._replace(self._checked(weights, self._adapter), name=f"version {version}", adapter=self._form)
+        self._replace(self._checked(weights, self._adapter), name=f"version {version}", adapter=self._adapter_config)
         self._serve(version)
 
     def close(self) -> None:
-        super().close()
-        self.core.close()
-        self._causes.close()
+        attempt_all(super().close, self.core.close, self._causes.close)
 
     def sleep(self, *, level: int) -> int:
         self._require_sleep_mode()
         require_none_pending(self.pending())
         if self._asleep:
             return 0
-        with self._or_no_weights("falling asleep"):
-            self._take(self.core.pause())  # of aborted requests
+        with self._error_drops_weights("falling asleep"):
+            self._take(self.core.pause())  # only tokens of aborted requests can come
             self._on_workers(WeightLoading.hwrl_release_receiver)
             free_nbytes = self._free_nbytes()
-            self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
+            self._asleep = MEMORY_TAGS  # before the call, because a failed sleep may have freed memory
             self.core.sleep(level)
             self._cache_number += 1
             if level > 1:
@@ -208,7 +207,7 @@ class VllmEngine(RolloutEngine):
         self._require_sleep_mode()
         asleep = self._asleep.intersection(tags)
         if asleep:
-            with self._or_no_weights("waking up"):
+            with self._error_drops_weights("waking up"):
                 self.core.wake(sorted(asleep))
                 self._asleep -= asleep
                 self._resume()
@@ -218,17 +217,17 @@ class VllmEngine(RolloutEngine):
 
     def _prepare(self) -> None:
         """Check that vLLM supports the settings, and prepare its workers."""
-        forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
-        with self._or_no_weights("preparing its workers"):
-            self._on_workers(WeightLoading.hwrl_record, pickle.dumps(forms))
+        described = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
+        with self._error_drops_weights("preparing its workers"):
+            self._on_workers(WeightLoading.hwrl_record, pickle.dumps(described))
             if self._settings.may_sleep:
                 self._on_workers(WeightLoading.hwrl_prepare_sleep)
             if self._adapter:
                 require_places(self._on_workers(WeightLoading.hwrl_layers_without_place, list(self._adapter)))
 
     @contextmanager
-    def _or_no_weights(self, activity: str) -> Iterator[None]:
-        """Turn an error of vLLM into an EngineError, and drop weights and requests: the workers' state is unknown."""
+    def _error_drops_weights(self, activity: str) -> Iterator[None]:
+        """Turn vLLM's errors into EngineError. Then drop weights and requests: the workers' state is unknown."""
         try:
             yield
         except Exception as exc:
@@ -248,7 +247,7 @@ class VllmEngine(RolloutEngine):
             ) from exc
 
     def _repair(self, otherwise: str) -> str:
-        """Return how to go on after a failure of vLLM."""
+        """Return what to do after a failure of vLLM: ``otherwise``, or make a new engine."""
         if self.core.has_ended:
             return "make a new engine, because vLLM's process has ended; in a run the replica is replaced"
         return f"{otherwise}; after a worker's death, make a new engine"
@@ -265,6 +264,7 @@ class VllmEngine(RolloutEngine):
             )
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: Weights) -> Weights:
+        """Return ``weights`` contiguous. Raises EngineError unless their names and shapes are those of ``own``."""
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
         given = {name: tensor.contiguous() for name, tensor in weights}
         require_same_model(own, given)
@@ -275,18 +275,18 @@ class VllmEngine(RolloutEngine):
         self._held = [Taken()] * self.receivers
 
     def _stop_serving(self) -> None:
-        """Finish the step that has begun; begin no other, and have no version and no base."""
-        with self._or_no_weights("finishing a step before an update"):
+        """Pause vLLM and take the tokens of the steps that have begun. Then the engine has no version."""
+        with self._error_drops_weights("finishing a step before an update"):
             self._take(self.core.pause())
         for partial in self._requests.values():
             partial.mark(self.version)
         self.version = -1
 
     def _replace(self, weights: Weights, *, name: str, adapter: Mapping[str, Any] | None = None) -> None:
-        """Let the workers load ``weights``: the whole model's, or with ``adapter``, PEFT's config, an adapter's.
+        """Let the workers load ``weights``: a whole model, or an adapter if ``adapter`` is PEFT's config.
 
-        The engine has no version until all of them have succeeded. A whole model also takes the place of the base. If
-        ``weights`` cannot be copied, for example for lack of room, the engine keeps its version.
+        Afterwards the engine has no version; the caller sets it. A whole model replaces the base, too. If ``weights``
+        cannot be copied to where the workers read them, for example for lack of memory, the engine keeps its version.
         """
         copied = self._on_device(weights, name)
         self._stop_serving()
@@ -305,6 +305,7 @@ class VllmEngine(RolloutEngine):
         )
 
     def _load(self, weights: Weights, adapter: Mapping[str, Any] | None) -> None:
+        """Pass ``weights`` to the worker in this process, or lend their memory to the workers' processes. Blocks."""
         if self._worker_is_here:
             self._on_workers(WeightLoading.hwrl_load, weights, adapter)
             return
@@ -315,11 +316,11 @@ class VllmEngine(RolloutEngine):
     def _on_workers(
         self, method: Callable[..., _WorkerResultT], *args: Any, timeout_s: float | None = None
     ) -> list[_WorkerResultT]:
-        """Return each worker's result of ``method``, one of WeightLoading's."""
+        """Call ``method`` of WeightLoading in each worker, and return the results in rank order. Blocks."""
         return self.core.call_workers(method.__name__, *args, timeout_s=timeout_s)
 
     def _on_device(self, weights: Weights, name: str) -> Weights:
-        """Return ``weights`` where the workers can read them: a worker process cannot open host memory."""
+        """Return ``weights`` in memory that the workers can read. A worker's process can open device memory only."""
         if self._worker_is_here:
             return weights
         own = self._backend.device()
@@ -334,14 +335,15 @@ class VllmEngine(RolloutEngine):
                 ) from exc
 
     def _serve(self, version: int) -> None:
+        """Set the version, and let vLLM continue with it."""
         self.version = version
         self._cache_number += 1
-        with self._or_no_weights("continuing after an update"):
+        with self._error_drops_weights("continuing after an update"):
             self._restart_requests()
             self._resume()
 
     def _resume(self) -> None:
-        """Let vLLM run if it can: it has weights and is awake. Give it the waiting requests."""
+        """If vLLM has weights and is awake, let it begin steps again and give it the waiting requests."""
         if self.version >= 0 and not self._asleep:
             self.core.resume()
             waiting, self._waiting = self._waiting, []
@@ -349,6 +351,7 @@ class VllmEngine(RolloutEngine):
                 self._give(name)
 
     def _add(self, partial: PartialResponse) -> None:
+        """Keep the request under a name of its own, and give it to vLLM if that can run it."""
         name = f"{partial.request.request_id}-{next(self._request_numbers)}"
         self._requests[name] = partial
         if self.version >= 0 and not self._asleep:
@@ -357,13 +360,13 @@ class VllmEngine(RolloutEngine):
             self._waiting.append(name)
 
     def _give(self, name: str) -> None:
-        """Let vLLM run the request. Its salt hides cache entries of other weights, and from before a sleep."""
+        """Give the request to vLLM. Its salt hides cached prefixes from before the last update or sleep."""
         given = copy.copy(self._requests[name].core_request)
         given.request_id, given.cache_salt = name, str(self._cache_number)
         self.core.add(given)
 
     def _core_request(self, request: GenerationRequest) -> Any:
-        """Return the request as vLLM's engine core takes it, but for its name and its salt."""
+        """Return the request as vLLM's ``EngineCoreRequest``; :meth:`_give` sets the name and the salt."""
         sampling = vllm_sampling(request.sampling, self._settings.eos_ids)
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": "0"}
         try:
@@ -374,7 +377,7 @@ class VllmEngine(RolloutEngine):
                 supported_tasks=("generate",),
                 lora_request=request_lora() if self._settings.lora else None,
             )
-        except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
+        except Exception as exc:  # since vLLM 0.28 these errors are not ValueErrors
             raise EngineError(
                 f"vLLM refuses request {request.request_id}",
                 why=str(exc),
@@ -382,14 +385,14 @@ class VllmEngine(RolloutEngine):
             ) from exc
 
     def _take(self, tokens: Sequence[NewTokens]) -> None:
-        """Append the requests' new tokens; keep the finished ones for the next :meth:`step`.
+        """Append new tokens to their requests, and keep finished responses for the next :meth:`step`.
 
-        vLLM knows no stop texts: it runs ahead of a response with one, until it hears of the stop.
+        vLLM does not look for stop texts. So it may generate beyond one, until this aborts the request in vLLM.
         """
         stopped = []
         for new in tokens:
             partial = self._requests.get(new.request_id)
-            if partial is None:  # aborted, or stopped
+            if partial is None:  # aborted, or ended by a stop
                 continue
             partial.take(new)
             if partial.stop is None and new.end is None:
@@ -405,7 +408,7 @@ class VllmEngine(RolloutEngine):
             self.core.abort(stopped)
 
     def _restart_requests(self) -> None:
-        """Restart the requests without a token: their prompts may have been computed with the old weights."""
+        """Restart the requests in vLLM without a token: their prompts may have been computed with the old weights."""
         begun = self._requests.keys() - self._waiting
         without = [name for name, partial in self._requests.items() if name in begun and not partial.token_ids]
         self.core.abort(without)
@@ -414,7 +417,7 @@ class VllmEngine(RolloutEngine):
 
 
 def _require_end(partial: PartialResponse, end: str | None) -> None:
-    """Raise EngineError if vLLM has ended the request without finishing it."""
+    """Raise EngineError if ``end`` says that vLLM ended the request before its response was whole."""
     if end not in _ENDS:
         raise EngineError(
             f"vLLM did not finish request {partial.request.request_id}",

@@ -76,6 +76,21 @@ def test_more_ranks_than_saved_resume(engines: ModuleType, tmp_path: Path) -> No
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_an_offloaded_model_is_offloaded_again_if_verl_cannot_gather_its_weights(
+    engines: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any) -> None:
+        raise RuntimeError("no room to gather")
+
+    engine = engine_of(engines)
+    monkeypatch.setattr(engines.FSDPEngineWithLMHead, "get_per_tensor_param", refuse, raising=False)
+    engine._offloader.offload()
+    with pytest.raises(RuntimeError, match="no room to gather") as raised:
+        engine.get_per_tensor_param()
+    assert engine.module.weight.untyped_storage().nbytes() == 0, f"it is on the device while {raised} is handled"
+    engine._offloader.close()
+
+
 def until(is_so: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 20.0
     while not is_so() and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import urllib.request
 
 import pytest
 
@@ -49,3 +50,16 @@ def test_a_servers_answer_is_shown_without_the_key_that_it_repeats() -> None:
     with route_server([], answers) as url, pytest.raises(EngineError, match="unknown: 127") as refused:
         ServerClient(url).init_weight_transfer_engine({})
     assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize("plain_http", [False, True])
+def test_a_proxy_of_the_environment_does_not_get_the_key(plain_http: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    proxied: list[str] = []
+    with route_server(calls, {}) as url, route_server(proxied, {}) as proxy:
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # the default, made at its first use and kept
+        ServerClient(url, plain_http=plain_http).init_weight_transfer_engine({"store": "127.0.0.1:1#key"})
+    assert (calls, proxied) == (["/init_weight_transfer_engine"], [])

@@ -50,6 +50,7 @@ class FakeCore(Core):
         self.taken: list[Any] = []  # by each worker, of an offer
         self.workers: list[WeightLoading] = []
         self.called: list[str] = []  # of the workers
+        self.is_closed = False
 
     @property
     def has_ended(self) -> bool:
@@ -81,7 +82,7 @@ class FakeCore(Core):
         return [getattr(worker, name)(*arguments) for worker in self.workers]
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
     def _fail(self, method: str) -> None:
         if method in self.failing:
@@ -310,6 +311,16 @@ def test_an_error_of_the_engine_core_leaves_the_engine_as_hwrls(
         calls.get(method, lambda: load(engine, 2))()
     assert "in a run the replica is replaced" in e.value.fix
     assert (engine.version, engine.pending()) == (-1, 0)
+
+
+def test_an_engine_whose_process_dies_at_the_end_is_closed_all_the_same(engine: VllmEngine, core: FakeCore) -> None:
+    """vLLM's client may notice the death between its own check and the message."""
+    load(engine, 1)
+    engine.submit([request(1)])
+    core.failing = {"abort"}
+    with pytest.raises(EngineError, match="while dropping requests"):
+        engine.close()
+    assert core.is_closed and not Path(os.environ[CAUSES]).exists()
 
 
 def test_the_reason_of_a_failed_step_is_the_error_of_vllms_process(engine: VllmEngine, core: FakeCore) -> None:
