@@ -1,4 +1,4 @@
-"""Load the user's reward function, and call it."""
+"""Load the user's reward function, call it, and check its results."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from hwrl.errors import DataError
 from hwrl.user_code import load_function
 
 Reward = Callable[..., Any]
-"""``reward(prompt, response, answer)``, sync or async; :class:`RewardFunction` explains arguments and results."""
+"""``reward(prompt, response, answer)``, sync or async. :class:`RewardFunction` has its arguments and results."""
 
 _RESERVED = {"mean": "reward/mean", "std": "reward/std", "version": "eval/version"}
-"""Names that a reward function cannot use, and the metric of hwrl with that name."""
+"""Names of metrics that a reward function cannot use, and the metrics of hwrl that have them."""
 _NAME = re.compile(r"\w[\w./@+-]{0,99}")
 _LARGEST = 1e15
-"""Rewards are kept in float32, and their squares must not overflow."""
+"""The largest absolute value of a reward or metric: they are float32, and their squares must not overflow."""
 _POSITIONAL = 3
-"""Prompt, response and answer."""
+"""The number of positional arguments: prompt, response and answer."""
 
 
 @dataclass(frozen=True)
 class RewardColumns:
     """The columns of a row that a reward function gets by name.
 
-    ``required`` must be in each row. ``optional`` ones have a default in the function. With ``rest`` the function gets
-    all columns, but those with the names in ``taken``, its first three parameters.
+    Each row must have the ``required`` columns. The parameters of the ``optional`` columns have a default. With
+    ``rest`` the function takes ``**columns``: it gets all columns but those in ``taken``, the names of its first three
+    parameters.
     """
 
     required: frozenset[str] = frozenset()
@@ -45,7 +46,7 @@ class RewardColumns:
 
 @dataclass(frozen=True)
 class ToScore:
-    """A prompt with the texts of its responses, and the ``columns`` of its row that the function gets."""
+    """A prompt to score: the texts of its responses, and the ``columns`` of its row for the function."""
 
     prompt: str
     answer: Any
@@ -57,8 +58,8 @@ class ToScore:
 class Scores:
     """The reward function's metrics for each response to a prompt, in order.
 
-    ``errors`` counts the calls without a result. ``failure`` is the reason if responses at the end have no metrics.
-    ``stuck`` is true if a call could not be cancelled, so that its process must end.
+    ``errors`` counts the failed calls, repeated or not. ``failure`` is the reason if the prompt failed; then the last
+    responses have no metrics. ``stuck`` is true if a call could not be cancelled; its process must end.
     """
 
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -68,15 +69,15 @@ class Scores:
 
 
 class RewardFunction:
-    """The user's function, with the way to call it.
+    """The user's reward function, ready to be called.
 
-    It is called once for each response, ``function(prompt, response, answer)``. With ``batch`` it is called once for
-    all responses of a prompt: each argument is a list with an element per response, and the result too. Further
-    parameters get the row's columns with their names; ``**columns`` gets all. ``source`` is the data set's name, unless
-    the row has such a column. The result for a response is a number, a mapping with the key ``reward`` and further
-    metrics, or None: the response cannot be judged.
+    It is called once for each response, as ``function(prompt, response, answer)``. With ``batch`` it is called once for
+    all responses of a prompt: each argument is a list with an element for each response, and so is the result. A
+    further parameter gets the row's column of its name; ``**columns`` gets all columns. ``source`` is the name of the
+    data set, unless the row has a column ``source``. The result for a response is a number, or a mapping with the key
+    ``reward`` and further metrics. None means that the response cannot be judged.
 
-    Raises DataError if the function does not take three arguments.
+    Raises DataError if the function cannot take three positional arguments.
     """
 
     def __init__(self, function: Reward, *, batch: bool = False) -> None:
@@ -110,14 +111,14 @@ class RewardFunction:
         return [metrics_of(one) for one in result]
 
     def where(self, index: int, work: ToScore) -> str:
-        """Return the words for the response, or the responses, of call ``index``."""
+        """Return the end of a message about call ``index``: for which response, or how many."""
         if self._batch or not work.texts:
             return f"for {len(work.texts)} responses"
         return f"for the response {short_repr(work.texts[index])}"
 
 
 class UnjudgedError(Exception):
-    """A response cannot be judged. Another call would not help."""
+    """The function returned None: it cannot judge a response. The call is not repeated."""
 
 
 def load_reward(target: str, *, source: bytes | None = None) -> Reward:
@@ -132,9 +133,9 @@ def load_reward(target: str, *, source: bytes | None = None) -> Reward:
 def score(
     reward: RewardFunction, work: ToScore, *, attempts: int, begin: Callable[[int], None] = lambda index: None
 ) -> Scores:
-    """Call ``reward``, which is not async, for each response, up to ``attempts`` times if it raises.
+    """Call ``reward``, not an async one, for each response. A call that raises has up to ``attempts`` attempts.
 
-    ``begin`` gets the index of the call before each call.
+    ``begin`` is called with the call's index before each attempt. The first failure ends the scoring.
     """
     scores = Scores()
     for index, call in enumerate(reward.calls(work)):
@@ -155,12 +156,15 @@ def score(
 
 
 def describe_error(exc: BaseException, where: str) -> str:
-    """Return the reason of a failure: ``exc`` was raised ``where``."""
+    """Return the reason of a failure: the function raised ``exc``; ``where`` is from :meth:`RewardFunction.where`."""
     return f"the reward function raised {short_repr(exc)} {where}"
 
 
 def metrics_of(result: Any) -> dict[str, float]:
-    """Return the metrics in ``result`` for one response, ``reward`` among them; see :class:`RewardFunction`."""
+    """Return the metrics in the ``result`` for one response, as floats, with ``reward`` among them.
+
+    Raises DataError for an invalid name or value, UnjudgedError for None.
+    """
     if result is None:
         raise UnjudgedError("the reward function returned None: it cannot judge; this was")
     metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
@@ -176,8 +180,11 @@ def metrics_of(result: Any) -> dict[str, float]:
 
 
 def short_repr(value: object) -> str:
-    """Return ``repr(value)``, cut off after 200 characters."""
-    text = repr(value)
+    """Return ``repr(value)``, cut off after 200 characters. A user's ``__repr__`` may raise; this does not."""
+    try:
+        text = repr(value)
+    except Exception as exc:  # noqa: BLE001 - users' code may raise anything
+        text = f"<{type(value).__name__}; its repr raised {type(exc).__name__}>"
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
@@ -207,7 +214,7 @@ def _columns_of(function: Reward) -> RewardColumns:
 
 
 def check_columns(required: Collection[str], row: Mapping[str, Any], *, place: str) -> None:
-    """Raise DataError if ``row`` lacks a column that the reward function names. ``place`` is the row's."""
+    """Raise DataError if ``row`` lacks one of the ``required`` columns. ``place`` is the row's, for the message."""
     missing = sorted(set(required) - {*row, "source"})
     if missing:
         raise DataError(

@@ -1,4 +1,4 @@
-"""A reward worker's process, as its replica holds it: :class:`RewardProcess`."""
+"""The replica's end of a reward worker's process: :class:`RewardProcess`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_
 
 @dataclass(eq=False)
 class ScoringJob:
-    """A prompt with responses to score.
+    """A prompt with responses to score. ``message`` is the pickled job for the process.
 
-    ``message`` is what the process gets. ``alone`` is true after a process was lost with several jobs: the next one has
-    no other, so that it is known which job ends processes.
+    ``alone`` is true after a process was lost with this job and others in it. The job then gets a process without other
+    jobs, so that the next loss shows which job is guilty.
     """
 
     prompt: Prompt
@@ -42,15 +42,15 @@ class ScoringJob:
     alone: bool = False
 
     def answer(self, scores: Scores) -> None:
-        """Set the result, unless nobody wants it any longer."""
+        """Set the result, unless the future is cancelled."""
         with contextlib.suppress(InvalidStateError):
             self.scores.set_result(scores)
 
 
 class RewardProcess:
-    """One worker process. It has one job at a time; with an async function up to ``capacity`` calls of jobs.
+    """One worker process. It has one job at a time; with an async function, several jobs.
 
-    Raises OSError if it cannot start, or does not take its first frame within ``frame_timeout_s``.
+    Raises OSError if it cannot start, or does not read its first frame within ``frame_timeout_s``.
     """
 
     def __init__(self, settings: RewardSettings, *, frame_timeout_s: float) -> None:
@@ -71,28 +71,29 @@ class RewardProcess:
         self.jobs: dict[int, ScoringJob] = {}
         self._capacity, self._batch = 1, settings.batch
         self._stuck = False
-        # The calls begun in this job, and the begin and the index of the last one. Loading counts as a call.
+        # Since the worker was last idle: the number of calls that began, the time of the last sign of life, and the
+        # last call's index in its job. Loading the function counts as a job.
         self._calls: tuple[int, float, int] = (0, time.monotonic(), 0)
         try:
             send_frame(self.connection, pickle.dumps(settings))
-        except TimeoutError:  # half a frame is sent: the process would wait for the rest
+        except TimeoutError:  # the process has part of a frame, and would wait for the rest
             self.end()
             raise
-        except OSError:  # it is dead: reading tells
+        except OSError:  # it is dead; the next read finds that
             pass
 
     @property
     def is_idle(self) -> bool:
-        """Whether it owes no answer."""
+        """Whether no answer of the process is due."""
         return not self.is_loading and not self.jobs
 
     @property
     def must_end(self) -> bool:
-        """Whether a call in it could not be cancelled, and all others have ended."""
+        """Whether one call in it could not be cancelled, and no job is left in it."""
         return self._stuck and not self.jobs
 
-    def takes(self, job: ScoringJob) -> bool:
-        """Return whether it has room for ``job``."""
+    def has_room_for(self, job: ScoringJob) -> bool:
+        """Return whether ``job`` may be sent now. An async function has room until its calls reach the limit."""
         if self.is_loading or self._stuck:
             return False
         if not self.jobs:
@@ -100,8 +101,8 @@ class RewardProcess:
         alone = job.alone or any(other.alone for other in self.jobs.values())
         return not alone and sum(len(other.responses) for other in self.jobs.values()) < self._capacity
 
-    def give(self, job: ScoringJob) -> None:
-        """Send ``job`` to the process. Raises OSError if the process is dead."""
+    def send(self, job: ScoringJob) -> None:
+        """Send ``job`` to the process. Raises OSError if the process is dead or does not read."""
         if not self.jobs:
             self._calls = (0, time.monotonic(), 0)
         self.jobs[job.number] = job
@@ -113,31 +114,32 @@ class RewardProcess:
 
     @property
     def called_s(self) -> float:
-        """The last sign of life: the begin of a call, in seconds of ``time.monotonic``, or a later note."""
+        """When the process last began a call or noted that it is alive, in seconds of ``time.monotonic``."""
         return self._calls[1]
 
     def read_calls(self) -> None:
-        """Read the notes of the calls that began since the last reading."""
+        """Read the new notes of calls from the pipe. Does not block."""
         nbytes = CALL.size << 10
         with contextlib.suppress(BlockingIOError):
             while notes := os.read(self._calls_pipe, nbytes):
                 for begun_s, number, index in CALL.iter_unpack(notes):
                     count, _, last = self._calls
-                    if number in self.jobs:  # else a process that the function forked works on an earlier job
+                    if number in self.jobs:  # else it comes from a process that the function forked in an earlier job
                         self._calls = (count + 1, begun_s, index)
                     elif number == LOADED:
                         self._calls = (count, begun_s, last)
                 if len(notes) < nbytes:
                     break
 
-    def take(self, frame: bytes) -> DataError | None:
-        """Take the answer in ``frame``. Returns why the function is not loaded, if so.
+    def take_answer(self, frame: bytes) -> DataError | None:
+        """Take the answer in ``frame``: the scores of a job, or whether the function is loaded.
 
-        Raises ValueError, TypeError or KeyError if ``frame`` is no answer that the process owes.
+        Returns the error if the function cannot be loaded. Raises ValueError, TypeError or KeyError if no such answer
+        is due.
         """
         number, result = json.loads(frame)
         if self.is_loading and number == LOADED:
-            return self._take_first(result)
+            return self._take_first_answer(result)
         job = self.jobs.get(number) if isinstance(number, int) else None
         if job is None or self.is_loading:
             raise ValueError(f"{number} is no number of a job")
@@ -148,7 +150,7 @@ class RewardProcess:
         job.answer(scores)
         return None
 
-    def _take_first(self, result: dict[str, Any]) -> DataError | None:
+    def _take_first_answer(self, result: dict[str, Any]) -> DataError | None:
         self.is_loading = False
         if "error" in result:
             what, why, fix = result["error"]
@@ -159,10 +161,10 @@ class RewardProcess:
         return None
 
     def fail(self, why: str) -> None:
-        """Answer the only job of an ended process."""
+        """Fail the only job of an ended process, with the reason ``why``."""
         (job,) = self.jobs.values()
         count, _, index = self._calls
-        errors = max(count - index, 1)  # index calls have a result
+        errors = max(count - index, 1)  # the calls before ``index`` have results
         where = ""
         if job.texts:
             one_by_one = self._capacity == 1 and not self._batch
@@ -174,7 +176,7 @@ class RewardProcess:
         job.answer(Scores([], errors, f"{why}{where}"))
 
     def end(self, *, grace_s: float = 0.0) -> str:
-        """Kill what the process started, and the process itself if it lives after ``grace_s``; return how it ended."""
+        """Wait up to ``grace_s`` for the process's end; kill it, and all that it started; return how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -199,7 +201,7 @@ def _start_process(connection: int, calls: int) -> subprocess.Popen[bytes]:
 
 
 def _whole_scores(result: list[Any], *, count: int) -> Scores:
-    """Return the scores of ``count`` responses. Raises ValueError unless they are whole."""
+    """Return the scores of ``count`` responses. Raises ValueError if some are missing without a failure."""
     metrics, errors, failure, stuck = result
     if len(metrics) != count and failure is None:
         raise ValueError(f"there are {len(metrics)} scores of {count} responses")
@@ -207,7 +209,7 @@ def _whole_scores(result: list[Any], *, count: int) -> Scores:
 
 
 def _describe(status: int | None) -> str:
-    """Say how a process ended."""
+    """Return how a process with the return code ``status`` ended; None: it lives."""
     if status is None:
         return "hung"
     if status >= 0:

@@ -1,4 +1,4 @@
-"""Processes that score responses beside generation: :class:`RewardWorkers`."""
+"""Score responses in other processes while generation goes on: :class:`RewardWorkers`."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from hwrl.rollout.reward_process import LOADED, RewardSettings, receive_frame
 
 _log = logging.getLogger(__name__)
 _BACKLOG_S = 0.1
-"""A prompt that has waited this long gets another worker."""
+"""Another worker starts when a prompt has waited this long."""
 _EXIT_S = 1.0
 """How long a process may take to end after it closed its socket."""
 _TICK_S = 1.0
-"""How often the notes of running calls are read at least, so that their pipe never fills up."""
+"""The notes of running calls are read at least this often, so that their pipe does not fill up."""
 _SENDS = 2
-"""Attempts to send one job: a worker may die while it is idle, but hardly a second one."""
+"""Attempts to send one job. One worker may have died while it was idle; a second one hardly."""
 
 
 class Scorer(Protocol):
-    """Scores responses beside generation, as :class:`RewardWorkers` does.
+    """Scores responses while generation goes on, as :class:`RewardWorkers` does.
 
-    It limits the time of its calls itself: every future must be answered, or cancelled. A replica with unanswered
-    futures counts as healthy.
+    It must limit the time of its calls itself, so that each future ends with a result or is cancelled: a replica that
+    waits for scores counts as healthy.
     """
 
     def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
         """Queue ``responses`` (token ids) for scoring. Does not block.
 
-        The future has no exception; it may be cancelled.
+        The future never has an exception; a failure is part of the scores. It may be cancelled.
         """
         ...
 
@@ -54,20 +54,23 @@ class Scorer(Protocol):
 
 
 class RewardWorkers:
-    """Scores the responses to prompts in up to ``workers`` processes, which never slow generation down.
+    """Scores the responses to prompts in up to ``workers`` processes, so that user code cannot block generation.
 
     The first process starts at once. Another one starts when a prompt has waited 0.1 s. Each process loads ``function``
-    (as in :func:`~hwrl.rollout.reward.load_reward`, which explains ``source``) and calls it in its main thread, as
-    :class:`~hwrl.rollout.reward.RewardFunction` says. An async function has up to ``concurrency`` calls at once in each
-    process. ``decode`` turns token ids into text, in a thread of this process.
+    as :func:`~hwrl.rollout.reward.load_reward` does; ``source`` is an argument of that. It calls the function in its
+    main thread, as :class:`~hwrl.rollout.reward.RewardFunction` says. An async function has up to ``concurrency`` calls
+    at once in each process. ``decode`` turns token ids into text, in a thread of this process. All processes end with
+    :meth:`close`, and with this process.
 
-    If a call raises, it is repeated, up to ``attempts`` calls in all; then the prompt has failed. If a call takes
-    longer than ``timeout_s``, its process is killed with all that it started, and the prompt has failed at once; a call
-    of an async function is cancelled first, and its process lives on if the call ends. The prompt also fails if the
-    process dies, or sends an answer to another prompt. Other prompts in the process are scored again. A later prompt
-    starts a new process. A process must load the function within ``load_timeout_s``, or within ``timeout_s`` if that is
-    longer, and take or send a frame within ``frame_timeout_s`` (it moves at memory speed); else its start has failed.
-    The others then go on alone for ``retry_s``. All processes end with :meth:`close`, and with this process.
+    * A call that raises is repeated. After ``attempts`` calls the prompt has failed.
+    * A call that takes longer than ``timeout_s`` is not repeated: the prompt has failed. An async call is cancelled
+      first. If it does not end, or is not async, its process is killed with all that it started.
+    * If the process dies, or sends an answer that is not due, its prompt has failed. If it had several prompts, each is
+      scored again, alone in a process.
+    * A process must load the function within the longer one of ``load_timeout_s`` and ``timeout_s``. Else its start has
+      failed, and no other process starts for ``retry_s``, unless none is left.
+    * A process that does not read or send a whole frame within ``frame_timeout_s`` is lost: frames move at memory
+      speed.
     """
 
     def __init__(
@@ -92,27 +95,26 @@ class RewardWorkers:
         self._numbers = itertools.count(LOADED + 1)
         self._load_limit_s = max(timeout_s, load_timeout_s)
         self._frame_timeout_s, self._retry_s = frame_timeout_s, retry_s
-        self._next_start_s = -math.inf  # of time.monotonic; no further worker starts before
+        self._next_start_s = -math.inf  # in seconds of time.monotonic: no additional worker starts before
         self._loaded: Future[None] = Future()
         self._closed = False
         self._selector = selectors.DefaultSelector()
         self._wake_up_socket, self._waking_end = socket.socketpair()
         self._waking_end.setblocking(False)
-        # One thread starts all processes: the kernel ends them with the thread that started them.
+        # This thread starts all processes, because the kernel ends a process with the thread that started it.
         self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self._thread.start()
 
     def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
         """Queue ``responses`` (token ids) for scoring. Does not block.
 
-        The future never has an exception: a failure is part of the scores. The caller and :meth:`close` may cancel it.
+        The future never has an exception; a failure is part of the scores. The caller and :meth:`close` may cancel it.
         """
         job = ScoringJob(prompt, responses, next(self._numbers))
-        if self._closed:
+        self._jobs.append(job)
+        if self._closed:  # after the append: a thread that ended before it did not cancel the job
             job.scores.cancel()
-        else:
-            self._jobs.append(job)
-            self._wake()
+        self._wake()
         return job.scores
 
     def wait_until_ready(self) -> None:
@@ -120,13 +122,13 @@ class RewardWorkers:
         self._loaded.result()
 
     def close(self) -> None:
-        """Drop all jobs and end the processes, also inside of a call."""
+        """Cancel all jobs and kill the processes, also during a call. Blocks until they have ended."""
         self._closed = True
         self._wake()
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the thread has enough to read already, or it has ended
+        with contextlib.suppress(OSError):  # the socket is full, so the thread wakes anyway; or the thread has ended
             self._waking_end.send(b"!")
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -137,14 +139,14 @@ class RewardWorkers:
                 self._selector.register(self._wake_up_socket, selectors.EVENT_READ)
                 self._start_worker()
                 while not self._closed:
-                    self._give_jobs()
+                    self._send_jobs()
                     for key, _ in self._selector.select(self._wait_s()):
                         if key.data is None:
                             self._wake_up_socket.recv(1 << 12)
                         else:
                             self._receive(key.data)
                     self._end_late()
-            except Exception as exc:  # noqa: BLE001 - nobody may wait for this thread any longer
+            except Exception as exc:  # noqa: BLE001 - logged; the futures must not wait for ever
                 _log.exception("no more responses are scored")
                 if not self._loaded.done():
                     self._loaded.set_exception(exc)
@@ -161,24 +163,24 @@ class RewardWorkers:
         while self._jobs:
             self._jobs.popleft().scores.cancel()
 
-    def _give_jobs(self) -> None:
-        """Give waiting jobs to workers with room; start another worker if a job must wait too long."""
+    def _send_jobs(self) -> None:
+        """Send waiting jobs to workers with room; start another worker if the oldest job has waited too long."""
         while (job := self._next_job()) is not None:
-            worker = next((worker for worker in self._workers if worker.takes(job)), None)
+            worker = next((worker for worker in self._workers if worker.has_room_for(job)), None)
             if worker is None:
                 break
             self._jobs.popleft()
-            self._give(job, worker)
+            self._send(job, worker)
         if self._jobs and self._backlog_s() <= 0:
             self._start_worker()
 
     def _next_job(self) -> ScoringJob | None:
-        """Return the oldest wanted job, which still waits; None if there is none."""
+        """Return the oldest waiting job, after removing cancelled ones; None if there is none."""
         while self._jobs and self._jobs[0].scores.cancelled():
             self._jobs.popleft()
         return self._jobs[0] if self._jobs else None
 
-    def _give(self, job: ScoringJob, worker: RewardProcess) -> None:
+    def _send(self, job: ScoringJob, worker: RewardProcess) -> None:
         try:
             if not job.message:
                 job.texts = [self._decode(response.tolist()) for response in job.responses]
@@ -187,8 +189,8 @@ class RewardWorkers:
             job.answer(_not_sent(exc))
             return
         try:
-            worker.give(job)
-        except OSError as exc:  # it died, and nobody has noticed so far
+            worker.send(job)
+        except OSError as exc:  # it has died while it was idle
             job.failed_sends += 1
             if job.failed_sends < _SENDS:
                 self._jobs.appendleft(job)
@@ -197,7 +199,7 @@ class RewardWorkers:
             self._lose(worker, self._remove(worker))
 
     def _backlog_s(self) -> float:
-        """Return the seconds until another worker starts, if jobs wait until then."""
+        """Return how long the oldest job must wait from now until another worker starts; inf: for an event."""
         if not self._workers:
             return 0.0
         if len(self._workers) >= self._limit or any(worker.is_loading for worker in self._workers):
@@ -216,7 +218,7 @@ class RewardWorkers:
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def _note_failed_start(self, error: DataError) -> None:
-        """Go on with the other workers for a while. If there is none, the oldest job has failed."""
+        """Start no additional worker for ``retry_s``. If there is no other worker, fail the oldest job."""
         if self._workers:
             self._next_start_s = time.monotonic() + self._retry_s
             _log.warning("%d reward workers go on: %s: %s", len(self._workers), error.what, error.why)
@@ -233,7 +235,7 @@ class RewardWorkers:
             self._report_death(worker, self._remove(worker, grace_s=_EXIT_S))
             return
         try:
-            error = worker.take(frame)
+            error = worker.take_answer(frame)
         except (ValueError, TypeError, KeyError, RecursionError):
             self._remove(worker)
             self._report_death(worker, "sent an answer to no question (does it fork, and return twice?)")
@@ -247,7 +249,7 @@ class RewardWorkers:
             self._loaded.set_result(None)
 
     def _end_late(self) -> None:
-        """End the workers with a call that takes too long, or that take too long to load the function."""
+        """End the workers with a call over its time limit, and those that do not load the function in time."""
         now_s = time.monotonic()
         for worker in [worker for worker in self._workers if not worker.is_idle]:
             if now_s - worker.called_s >= min(_TICK_S, self._timeout_s):
@@ -264,7 +266,7 @@ class RewardWorkers:
         return self._load_limit_s if worker.is_loading else self._timeout_s
 
     def _report_death(self, worker: RewardProcess, how: str) -> None:
-        """Report a worker that was removed. ``how`` continues "its process"."""
+        """Deal with a removed worker's jobs, or its failed start. ``how`` continues the words "its process"."""
         if worker.is_loading:
             what, fix = "a reward worker ended while it loaded the function", "look at what the module does"
             self._note_failed_start(DataError(what, why=f"its process {how}", fix=fix))
@@ -272,7 +274,7 @@ class RewardWorkers:
             self._lose(worker, f"its worker {how} in the reward function")
 
     def _lose(self, worker: RewardProcess, why: str) -> None:
-        """Fail the job of a removed worker; if it had several, let each try again without others beside it."""
+        """Fail the job of a removed worker. If it had several, queue each again, to run alone in its process."""
         if not worker.jobs:
             _log.warning("an idle reward worker was lost: %s", why)
         elif len(worker.jobs) == 1:
@@ -288,7 +290,7 @@ class RewardWorkers:
         return worker.end(grace_s=grace_s)
 
     def _wait_s(self) -> float | None:
-        """Return how long to wait for news at most; None without limit."""
+        """Return how long to wait for an event at most; None without limit."""
         ends_s = [worker.called_s + self._limit_s(worker) for worker in self._workers if not worker.is_idle]
         wait_s = min([_TICK_S, *(end_s - time.monotonic() for end_s in ends_s)]) if ends_s else math.inf
         wait_s = min(wait_s, self._backlog_s() if self._jobs else math.inf)

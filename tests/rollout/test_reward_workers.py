@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,6 +261,28 @@ def test_waiting_prompts_get_more_processes_up_to_the_limit(start: Start) -> Non
     assert len({row["pid"] for one in scores for row in one.metrics}) == 1, "nothing waited"
     futures = [score(workers, 0.3, [1]) for _ in range(6)]
     assert len({row["pid"] for future in futures for row in future.result(60).metrics}) == 2
+
+
+@pytest.mark.parametrize("line", range(5))
+def test_a_prompt_that_comes_while_the_workers_end_is_cancelled(start: Start, line: int) -> None:
+    """The workers end before a line of ``score``, one line after the other, as if in another thread."""
+    workers, lines = start("length"), itertools.count()
+
+    def end_at_the_line(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not RewardWorkers.score.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            workers.close()
+        return end_at_the_line
+
+    before = sys.gettrace()
+    sys.settrace(end_at_the_line)
+    try:
+        scores = score(workers)
+    finally:
+        sys.settrace(before)
+    workers.close()
+    assert scores.cancelled()
 
 
 def test_a_prompt_that_nobody_wants_is_not_scored(start: Start) -> None:
