@@ -1,4 +1,4 @@
-"""Conversations as tokens: the model's chat template, without encoding again what the policy said."""
+"""Turn conversations into tokens with the model's chat template, and keep the policy's own tokens as they are."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from hwrl.interfaces import Ints, ParsedAnswer, Response, ToolParser, Tools
 from hwrl.rollout.tool_calls import parse_tool_calls
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages as OpenAI writes them: ``role``, ``content``, and ``tool_calls`` or ``tool_call_id``."""
+"""Messages in OpenAI's form: ``role``, ``content``, and ``tool_calls`` or ``tool_call_id``."""
 _MARK = "THE POLICY SAID THIS"
+"""Stands for the policy's message in a rendered text, so that its end can be found."""
 
 
 class ChatTokens:
-    """The chat template of ``tokenizer``'s model: conversations become tokens, and the policy's tokens messages.
+    """Turns conversations into tokens, and the policy's tokens into messages, with ``tokenizer`` and its chat template.
 
-    The policy's tokens are never made from text: a conversation is the tokens of :meth:`prompt`, what the policy said,
-    the tokens of :meth:`following`, and so on. So it differs from the template's text where a template changes earlier
-    messages of the policy (drops their reasoning, say): the policy's tokens stay.
+    A conversation is the tokens of :meth:`prompt`, then the policy's tokens, then the tokens of :meth:`following`, then
+    again the policy's, and so on. The policy's tokens are never encoded from text. A template may change earlier
+    messages of the policy, and drop their reasoning, for example; here the policy's tokens stay.
 
     The tokens ``end_ids`` end a response. ``parse_tools`` reads the tool calls in the policy's text. ``options`` are
-    the run's options of the template.
+    the run's options for the template.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ChatTokens:
     def prompt(self, messages: Conversation, *, tools: Tools = (), options: Mapping[str, Any] | None = None) -> Ints:
         """Return the tokens of ``messages`` and of the start of the policy's answer (int32).
 
-        ``options`` are added to the run's. Raises DataError if the template refuses.
+        ``options`` are added to the run's. Raises DataError if the template refuses the messages.
         """
         return self.encode(self._render(messages, tools, options, answer_follows=True))
 
@@ -57,14 +58,17 @@ class ChatTokens:
     ) -> Ints:
         """Return the tokens between the policy's message ``messages[at]`` and the start of its next answer (int32).
 
-        ``said`` are the tokens with which the policy wrote it. If they lack an end token, because a limit or a stop
-        text ended them, the template's is added. Raises DataError if the template refuses, or if its text does not say
-        where the policy's message ends.
+        ``said`` are the policy's own tokens of that message. If a limit or a stop text ended them, they lack an end
+        token; then the template's end is added. Raises DataError if the template refuses the messages, or if the end of
+        the policy's message cannot be found in its text.
         """
         return self.after(said, self._tail(messages, at, tools, options))
 
     def after(self, said: Ints, tail: Ints) -> Ints:
-        """Return ``tail``, without its end of the policy's turn if ``said`` ends with an end token already."""
+        """Return ``tail``, the tokens after the policy's text, as it continues ``said``.
+
+        ``tail`` may begin with the end of the policy's turn. That is left out if ``said`` has an end token.
+        """
         ends = self._ends(tail)
         if not len(said) or int(said[-1]) not in self._end_ids or not len(ends):
             return tail
@@ -72,23 +76,27 @@ class ChatTokens:
         return tail[ends[0] + 1 :] if only_space else tail
 
     def read(self, response: Response, *, tools: Tools = ()) -> ParsedAnswer:
-        """Return the policy's message: its text without special tokens, end and stop text. Calls need ``tools``."""
+        """Return the policy's message, without the response's end token and stop text.
+
+        With ``tools`` its tool calls are read; then the text keeps special tokens, because a parser may need them.
+        """
         if not tools:
             return ParsedAnswer(self.text(response))
         return self._parse_tools(self.text(response, special=True), tools)
 
     def text(self, response: Response, *, special: bool = False) -> str:
-        """Return the text of ``response`` without its end token and stop text; ``special`` keeps special tokens."""
+        """Return the text of ``response`` without its end token and stop text. ``special`` keeps special tokens."""
         ids = response.token_ids
         if not response.truncated and len(ids) and int(ids[-1]) in {*self._end_ids, response.stop}:
             ids = ids[:-1]
         text = self.decode(ids, special=special)
-        if isinstance(response.stop, str) and (start := text.rfind(response.stop)) >= 0:
+        # The first place: the last token may hold the stop text several times, as three newlines hold two twice.
+        if isinstance(response.stop, str) and (start := text.find(response.stop)) >= 0:
             text = text[:start]
         return text
 
     def encode(self, text: str) -> Ints:
-        """Return the tokens of ``text`` (int32), without further special tokens."""
+        """Return the tokens of ``text`` (int32); no special tokens are added."""
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def decode(self, token_ids: Ints, *, special: bool) -> str:
@@ -99,10 +107,10 @@ class ChatTokens:
         return str(text)
 
     def _tail(self, messages: Conversation, at: int, tools: Tools, options: Mapping[str, Any] | None) -> Ints:
-        """Return the template's tokens from the end of the policy's message ``messages[at]`` on, that end included.
+        """Return the template's tokens after the policy's text in ``messages[at]``, the end of its turn included.
 
-        A text without tool calls in the message's place marks its end. A template may refuse that before results of
-        tools; then the tokens are those that come after a conversation up to the message.
+        To find the place, the message is rendered as a mark without tool calls. A template may refuse tool results
+        after a message without calls; then :meth:`_tail_after_calls` finds the place.
         """
         before, after = messages[:at], messages[at + 1 :]
         mark = _MARK
@@ -122,6 +130,7 @@ class ChatTokens:
     def _tail_after_calls(
         self, messages: Conversation, at: int, tools: Tools, options: Mapping[str, Any] | None
     ) -> Ints:
+        """Return the tokens as :meth:`_tail` does: those from the last end token of the messages up to ``at`` on."""
         whole = self._render(messages, tools, options)
         begun = self._render(messages[: at + 1], tools, options, answer_follows=False)
         if not whole.startswith(begun):
@@ -134,6 +143,7 @@ class ChatTokens:
         return ids[self._ends(ids)[len(ends) - 1] :] if len(ends) else self.encode(whole[len(begun) :])
 
     def _ends(self, ids: Ints) -> Ints:
+        """Return the places of end tokens in ``ids``."""
         return np.isin(ids, sorted(self._end_ids)).nonzero()[0].astype(np.int32)
 
     def _render(
@@ -162,7 +172,7 @@ class ChatTokens:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``message`` as chat templates take it: content as one text, arguments of calls as objects."""
+    """Return ``message`` in the form for chat templates: its content is one text, arguments of calls are objects."""
     found = {key: value for key, value in message.items() if value is not None}
     found["content"] = content_text(found.get("content"))
     if found.get("role") == "developer":  # OpenAI's new name; templates know the old one
@@ -173,7 +183,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return a message's content as one text; its parts are lines."""
+    """Return a message's content as one text, with a line for each part."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(str(part["text"]) for part in content)
@@ -184,7 +194,7 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_object(arguments: Any) -> Any:
-    """Return a call's ``arguments`` as an object; text that is no JSON stays text."""
+    """Return a call's ``arguments`` as an object. Text stays text if it is not JSON."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

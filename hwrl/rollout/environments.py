@@ -1,4 +1,4 @@
-"""A built-in workflow: text environments with Gymnasium's ``reset`` and ``step``."""
+"""A built-in workflow: episodes of text environments with Gymnasium's ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from hwrl.user_code import load_function
 
 
 class TextEnvironment(Protocol):
-    """An environment whose observations and actions are texts, with the methods of ``gymnasium.Env``.
+    """An environment with the methods of ``gymnasium.Env``. Observations and actions are texts.
 
-    Each method may be a coroutine function; else each call has a thread of the process. If there is a method ``close``,
-    it is called after the episode, however that ends. See https://gymnasium.farama.org/api/env/.
+    Each method may be a coroutine function. Any other method is called in a thread, so it may block. A method ``close``
+    is optional; it is called after the episode, also after an error. See https://gymnasium.farama.org/api/env/.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode; return the first observation, behind the prompt ("" for none), and information.
+        """Begin an episode; return the first observation, and information. ``seed`` is not passed.
 
-        ``options`` are the prompt's row: ``prompt``, ``answer``, and its other columns.
+        The observation follows the prompt; it is "" if there is none. ``options`` is the prompt's row: ``prompt`` (as
+        text), ``answer``, and the other columns.
         """
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take the policy's text; return observation, reward, terminated, truncated, and information."""
+        """Take the policy's text as the action; return observation, reward, terminated, truncated, information."""
         ...
 
 
 def environment(
     *, tokenizer: Any, make: str, make_options: Mapping[str, Any] | None = None, max_turns: int = 16
 ) -> Workflow:
-    """Return a workflow that plays an episode of at most ``max_turns`` turns; a factory for ``rollout.workflow``.
+    """Return a workflow that plays one episode of at most ``max_turns`` turns. A factory for ``rollout.workflow``.
 
-    ``make`` is the import path of a function or class: called with ``make_options``, in a thread, it returns a new
-    :class:`TextEnvironment` for each episode. The reward is the sum of the steps' rewards. Metrics are ``turns``, and
-    the entries of the last step's information that can be metrics: finite numbers with usable names. An observation is
-    tokenised as text, without special tokens.
+    ``make`` is the import path of a function or class. Each episode calls it with ``make_options``, in a thread, for a
+    new :class:`TextEnvironment`. The reward is the sum of the steps' rewards. Metrics are ``turns``, and those entries
+    of the last step's information with a finite number and a valid name. An observation is tokenised as text, without
+    added special tokens.
     """
     constructor = load_function(make, key="rollout.workflow_options.make")
     options = dict(make_options or {})
@@ -82,14 +83,16 @@ def environment(
 
 
 async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``: await a coroutine function, and give any other a thread, since it may block.
+    """Call ``function`` and return its result; await the result if that is awaitable.
 
-    A StopIteration or SystemExit from the thread is raised as a RuntimeError: asyncio would never deliver the first,
-    and end its loop at the second.
+    A coroutine function is called in the event loop. Any other is called in a thread, since it may block. If it raises
+    StopIteration or SystemExit there, this raises RuntimeError: asyncio would never deliver the first, and would end
+    its loop at the second.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    return await asyncio.to_thread(_call, function, args, kwargs)
+    result = await asyncio.to_thread(_call, function, args, kwargs)
+    return await result if inspect.isawaitable(result) else result  # of a decorator around a coroutine function
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -100,7 +103,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    """Return the entries of ``info`` that can be metrics: an environment may keep anything there."""
+    """Return the entries of ``info`` that are valid metrics; an environment may put anything there."""
     found: dict[str, float] = {}
     for name, value in info.items():
         with contextlib.suppress(DataError):

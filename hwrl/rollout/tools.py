@@ -1,4 +1,4 @@
-"""A built-in workflow: a conversation in which the policy calls tools, in the form of the model's chat template."""
+"""A built-in workflow: the policy calls tools in a conversation, in the form of the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from hwrl.rollout.workflow import PolicyClient, Workflow
 from hwrl.user_code import load_function
 
 Tool: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
-"""A function with type hints and a docstring in Google's style: the chat template describes it to the policy."""
+"""A function with type hints and a docstring in Google's style. The chat template shows both to the policy."""
 
 
 def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeout_s: float = 30.0) -> Workflow:
-    """Return a workflow that runs the policy's tool calls until it answers without one; a factory.
+    """Return a workflow that runs the policy's tool calls until an answer has none. A factory for ``rollout.workflow``.
 
-    ``tools`` are import paths of functions (:data:`Tool`). Their JSON schemas come from
-    :func:`transformers.utils.get_json_schema`. The prompts must be conversations. The engine's own parser reads the
-    calls where it has one. The calls of a turn run at the same time, for at most ``timeout_s`` each. A wrong call, an
-    error and a timeout are results that the policy reads. The run's reward function judges the text behind the prompt,
-    results of tools included. Metrics are ``turns``, ``tool_calls`` and ``tool_errors``.
+    ``tools`` are import paths of functions (:data:`Tool`) with different names. Their JSON schemas come from
+    :func:`transformers.utils.get_json_schema`. The prompts must be conversations. ``rollout.tool_parser`` reads the
+    calls. The calls of a turn run at the same time, for at most ``timeout_s`` each. A wrong call, an error or a timeout
+    is a result, which the policy reads. The run's reward function judges all text after the prompt, the tools' results
+    included. Metrics are ``turns``, ``tool_calls`` and ``tool_errors``. Raises DataError for a tool that cannot be
+    loaded or described, and for two tools of one name.
     """
-    functions = {function.__name__: function for function in (_load(path) for path in tools)}
+    functions = _by_name([_load(path) for path in tools])
     schemas = [_schema(function) for function in functions.values()]
 
     async def converse(client: PolicyClient, prompt: Prompt) -> Trajectory:
@@ -60,6 +61,17 @@ def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeou
 
 def _load(path: str) -> Tool:
     return load_function(path, key="rollout.workflow_options.tools")
+
+
+def _by_name(functions: Sequence[Tool]) -> dict[str, Tool]:
+    found = {function.__name__: function for function in functions}
+    if len(found) < len(functions):
+        raise DataError(
+            "two tools have the same name",
+            why=f"the tools are {', '.join(function.__name__ for function in functions)}; a call has only a name",
+            fix="give each function another name",
+        )
+    return found
 
 
 def _schema(function: Tool) -> dict[str, Any]:
@@ -102,12 +114,14 @@ async def _run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> 
     function = functions.get(call.name)
     if function is None:
         return f"error: there is no tool {call.name}; the tools are {', '.join(functions)}", True
+    limit = asyncio.timeout(timeout_s)
     try:
         arguments = json.loads(call.arguments)
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             result = await call_maybe_async(function, **arguments)
         return result if isinstance(result, str) else json.dumps(result, default=str), False
-    except TimeoutError:
-        return f"error: the tool did not answer within {timeout_s:g} s", True
-    except (Exception, SystemExit) as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
-        return f"error: {short_repr(exc)}", True
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
+        reason = f"the tool did not answer within {timeout_s:g} s" if limit.expired() else short_repr(exc)
+        return f"error: {reason}", True

@@ -1,7 +1,7 @@
 """Workflows: users' async functions that make a prompt's trajectories, with as many generations and tools as they like.
 
-They run in an event loop in a thread of its own, thousands at a time. The rollouter's thread owns the engine: it takes
-the workflows' requests, and hands them their responses.
+One event loop runs thousands of them at a time, in its own thread. The rollouter's thread owns the engine: it submits
+the workflows' requests, and hands the responses back.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
-"""How long the loop's thread may take to end; a workflow that blocks it is left behind."""
+"""How long the loop's thread may take to end. A thread that a workflow blocks for longer stays behind."""
 
 
 class PolicyClient:
-    """The policy, for one run of a workflow; its methods belong to the workflows' event loop.
+    """The policy, for the runs of a workflow on one prompt. Call its methods in the workflows' event loop only.
 
-    ``tokenizer`` is the model's. ``sampling`` is the run's, with the prompt's own limits. A conversation may have
-    ``max_length`` tokens, those to generate included; their ids are less than ``vocabulary``. ``chat`` turns messages
-    into tokens, and the policy's tokens into messages.
+    ``tokenizer`` is the model's. ``sampling`` is the run's, with the prompt's own limit on new tokens. A conversation
+    has at most ``max_length`` tokens, the generated ones included. Token ids are below ``vocabulary``. ``chat`` turns
+    messages into tokens, and the policy's tokens into messages.
     """
 
     def __init__(
@@ -75,9 +75,8 @@ class PolicyClient:
     async def generate(self, token_ids: Sequence[int] | Ints, sampling: Sampling | None = None) -> Response:
         """Return the policy's continuation of ``token_ids``. New weights may arrive between two of its tokens.
 
-        ``sampling`` replaces the run's. Its ``max_new_tokens`` is lowered to the room that ``max_length`` leaves.
-        Raises EngineError if there is no room, for a token that the model does not have, and for greedy sampling in
-        training.
+        ``sampling`` replaces the run's. ``max_length`` may lower its ``max_new_tokens``. Raises EngineError if
+        ``max_length`` leaves no room, if the model lacks a token of ``token_ids``, and for greedy sampling in training.
         """
         ids = np.asarray(token_ids, dtype=np.int32)
         room = self.max_length - len(ids)
@@ -103,12 +102,12 @@ class PolicyClient:
         return await self._generate(ids, replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens)))
 
     def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
-        """Return a trajectory that begins with ``prompt_ids`` and grows turn by turn."""
+        """Return a builder of a trajectory that begins with ``prompt_ids``."""
         return TrajectoryBuilder(self, prompt_ids)
 
     @contextlib.asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Serve the policy over HTTP to an agent, within the block; see :class:`Endpoint`.
+        """Serve the policy to an agent over HTTP while the block runs; see :class:`Endpoint`.
 
         Raises UnsupportedError if hwrl's extra ``agents`` is not installed.
         """
@@ -117,7 +116,7 @@ class PolicyClient:
 
 
 class TrajectoryBuilder:
-    """A trajectory that grows: :meth:`generate` adds what the policy says, :meth:`add` what others say."""
+    """Builds a trajectory turn by turn: :meth:`generate` adds the policy's tokens, :meth:`add` other authors'."""
 
     def __init__(self, client: PolicyClient, prompt_ids: Sequence[int] | Ints) -> None:
         self._client, self._truncated = client, False
@@ -130,11 +129,11 @@ class TrajectoryBuilder:
 
     @property
     def room(self) -> int:
-        """How many more tokens the conversation may have."""
+        """How many more tokens fit into the conversation; 0 or less if it is full."""
         return self._client.max_length - sum(len(segment.token_ids) for segment in self._segments)
 
     async def generate(self, sampling: Sampling | None = None, *, reward: float | None = None) -> Response:
-        """Let the policy continue, and return its response. ``reward`` is this turn's; see :meth:`reward_turn`.
+        """Let the policy continue; append its response, and return it. ``reward`` is as for :meth:`reward_turn`.
 
         Raises what :meth:`PolicyClient.generate` raises.
         """
@@ -144,11 +143,11 @@ class TrajectoryBuilder:
         return response
 
     def add(self, token_ids: Sequence[int] | Ints) -> None:
-        """Append tokens of another author: a tool, a user, a template. They are not trained."""
+        """Append the tokens of another author: a tool, a user, a template. They are not trained."""
         self._segments.append(Segment(np.asarray(token_ids, dtype=np.int32)))
 
     def reward_turn(self, reward: float) -> None:
-        """Give the policy's newest turn ``reward``, at its last token."""
+        """Set the reward of the policy's newest turn; its last token carries it."""
         last = max(index for index, segment in enumerate(self._segments) if segment.by_policy)
         self._segments[last] = self._segments[last].rewarded(reward)
 
@@ -157,7 +156,7 @@ class TrajectoryBuilder:
     ) -> Trajectory:
         """Return the trajectory. Without ``reward`` the run's reward function judges it.
 
-        It counts as truncated if a limit ended the policy's last turn, or with ``truncated``.
+        It counts as truncated if a limit on tokens ended the policy's last turn, or if ``truncated`` is true.
         """
         return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
 
@@ -167,7 +166,7 @@ Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Se
 
 
 class WorkflowFactory(Protocol):
-    """Makes the workflow of a replica, once; ``options`` are the run's ``rollout.workflow_options``."""
+    """Makes a replica's workflow. It is called once; ``options`` are the run's ``rollout.workflow_options``."""
 
     def __call__(self, *, tokenizer: Any, **options: Any) -> Workflow:
         """Return the workflow."""
@@ -175,9 +174,10 @@ class WorkflowFactory(Protocol):
 
 
 def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, source: bytes | None = None) -> Workflow:
-    """Return the workflow of the factory at ``target``, made with ``options``.
+    """Return the workflow that the factory at ``target`` makes with ``options``.
 
-    ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError.
+    ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError if the factory cannot be loaded, or
+    makes no workflow.
     """
     factory = load_function(target, key="rollout.workflow", source=source)
     try:
@@ -198,7 +198,7 @@ def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, so
 
 
 async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
-    """Return one response; the same as a run without a workflow, and the model of others."""
+    """Return a trajectory of one response, as a run without a workflow does. An example for other workflows."""
     trajectory = client.begin(prompt.token_ids)
     await trajectory.generate()
     return trajectory.finish()
@@ -206,11 +206,12 @@ async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowSettings:
-    """How workflows run: at most ``max_samples`` at once, each for ``timeout_s`` at most, in up to ``attempts`` tries.
+    """How workflows run.
 
-    A conversation may have ``max_length`` tokens, of a ``vocabulary``. A group has ``group_size`` samples. The tokens
-    ``end_ids`` end a response. ``parse_tools`` reads tool calls. Endpoints listen at ``endpoint_host``, an address of
-    this machine.
+    A training group has ``group_size`` samples. At most ``max_samples`` samples run at once. Each has up to
+    ``attempts`` attempts of at most ``timeout_s`` each. A conversation has at most ``max_length`` tokens, with ids
+    below ``vocabulary``. The tokens ``end_ids`` end a response. ``parse_tools`` reads tool calls in the policy's text.
+    Endpoints listen at ``endpoint_host``, an address of this machine.
     """
 
     group_size: int
@@ -226,17 +227,17 @@ class WorkflowSettings:
 
 @dataclass(eq=False)
 class _Request:
-    """A workflow's request to the engine. ``life`` counts the drops of all work before it."""
+    """A workflow's request to the engine. ``drops`` is the number of calls of ``drop`` before its sample began."""
 
     token_ids: Ints
     sampling: Sampling
     answer: asyncio.Future[Response]
-    life: int
+    drops: int
 
 
 @dataclass(eq=False)
 class _GroupRun:
-    """A group under way. The event loop's thread owns ``tasks``, the rollouter's thread the rest."""
+    """An unfinished group. The event loop's thread owns ``tasks``; the rollouter's thread owns the rest."""
 
     group: PendingGroup
     client: PolicyClient
@@ -250,8 +251,9 @@ class _GroupRun:
 class WorkflowGenerator(SampleGenerator):
     """The generator of workflows: a sample is a run of ``workflow``.
 
-    A run that raises, returns no trajectory or takes longer than its limit is repeated; after the last attempt its
-    group has failed. See :class:`WorkflowSettings`. A response that nobody waits for any longer is dropped.
+    A run has failed if it raises, returns no trajectory, or takes longer than its limit. It is repeated; after the last
+    attempt its group has failed. :class:`WorkflowSettings` has the limits. If a workflow stops waiting for a response,
+    the response is dropped.
     """
 
     def __init__(
@@ -265,13 +267,13 @@ class WorkflowGenerator(SampleGenerator):
         self._running: dict[int, _Request] = {}
         self._results: deque[tuple[_GroupRun, int, Sequence[Trajectory] | str]] = deque()
         self._numbers = itertools.count()
-        self._life = 0
+        self._drops = 0  # calls of drop
         self.failed_runs = 0
         """Runs of the workflow that failed so far, repeated or not."""
         self._slots = asyncio.Semaphore(settings.max_samples)
         self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
-        threads = ThreadPoolExecutor(settings.max_samples, "workflow-tools")  # asyncio's own has a few: see to_thread
+        threads = ThreadPoolExecutor(settings.max_samples, "workflow-tools")  # asyncio's default for to_thread has few
         self._loop.set_default_executor(threads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
         self._thread.start()
@@ -299,7 +301,7 @@ class WorkflowGenerator(SampleGenerator):
     ) -> PendingGroup:
         group = PendingGroup(prompt, size, lease, spans=spans)
         client = PolicyClient(
-            functools.partial(self._generate, life=self._life),
+            functools.partial(self._generate, drops=self._drops),
             chat=self._chat,
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
@@ -326,16 +328,17 @@ class WorkflowGenerator(SampleGenerator):
         return [run.group.lease for run in self._runs if run.group.lease is not None]
 
     def has_progress(self, *, generated: bool) -> bool:
-        """Return whether a step was made, or no workflow waits for the engine and their event loop is alive.
+        """Return whether the engine made a step, or the workflows can go on without one.
 
-        A tool may take long: ``WorkflowSettings.timeout_s`` limits its run, and the event loop ends it.
+        They can if the event loop is alive and none of them waits for the engine. So a slow tool counts as progress:
+        the event loop ends its run after ``WorkflowSettings.timeout_s``.
         """
         alive, self._loop_turned = self._loop_turned, False
         self._loop.call_soon_threadsafe(self._note_turn)
         return generated or (alive and not self._requests and not self._running)
 
     def drop(self) -> None:
-        self._life += 1
+        self._drops += 1
         self._engine.abort()
         self._requests.clear()
         self._running.clear()
@@ -353,23 +356,23 @@ class WorkflowGenerator(SampleGenerator):
             self._loop.close()
 
     def _submit(self) -> None:
-        """Give the waiting requests to the engine, but those from before the last drop; hand back a refusal."""
+        """Submit the waiting requests to the engine. Skip those of dropped work; hand a refusal to its workflow."""
         while self._requests:
             request = self._requests.popleft()
-            if request.life != self._life or request.answer.done():
+            if request.drops != self._drops or request.answer.done():
                 continue
             number = next(self._numbers)
             try:
                 self._engine.submit([GenerationRequest(number, request.token_ids, request.sampling)])
             except EngineError as exc:
                 if self._engine.version < 0:
-                    raise  # it has failed
+                    raise  # the engine lost its weights: it has failed itself
                 self._loop.call_soon_threadsafe(_refuse, request.answer, exc)
             else:
                 self._running[number] = request
 
     def _collect(self) -> list[PendingGroup]:
-        """Take the results of runs; return the groups that are complete, or have failed."""
+        """Add the results of ended runs to their groups; return the groups that became complete or failed."""
         finished = []
         while self._results:
             run, index, result = self._results.popleft()
@@ -391,7 +394,7 @@ class WorkflowGenerator(SampleGenerator):
         self._loop_turned = True
 
     def _serve(self) -> EndpointServer:
-        """Return the server of all endpoints; the first call starts it."""
+        """Return the server of this replica's endpoints; the first call starts it."""
         if self._server is None:
             self._server = _start_server(self._settings.endpoint_host)
         return self._server
@@ -401,12 +404,12 @@ class WorkflowGenerator(SampleGenerator):
 
     async def _make_sample(self, run: _GroupRun, index: int) -> None:
         trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
-        async with self._slots:  # an evaluation begins all of its prompts at once
+        async with self._slots:  # an evaluation starts all of its prompts at once
             result = await self._run_workflow(run)
         self._results.append((run, index, result))
 
     async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
-        """Return the trajectories of a sample, or the reason why the last attempt has failed."""
+        """Return the trajectories of a sample, or the reason of the last attempt's failure."""
         task = asyncio.current_task()
         assert task is not None
         reason = ""
@@ -416,16 +419,18 @@ class WorkflowGenerator(SampleGenerator):
                 async with limit:
                     result = await self._workflow(run.client, run.group.prompt)
                 return _checked(result, self._settings)
-            except (Exception, SystemExit, asyncio.CancelledError) as exc:  # noqa: BLE001 - users' code; it is reported
+            except GeneratorExit:  # nobody runs this coroutine any longer
+                raise
+            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
                 how = f"did not return within {self._settings.timeout_s:g} s:" if limit.expired() else "raised"
                 reason = f"the workflow {how} {short_repr(exc)}"
-            if task.cancelling():  # the run was dropped: nobody reads the reason, and it must not begin again
+            if task.cancelling():  # the group was dropped: nobody reads the reason, and no attempt may follow
                 return reason
             self.failed_runs += 1
         return reason
 
-    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int) -> Response:
-        request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), life), time.time()
+    async def _generate(self, token_ids: Ints, sampling: Sampling, *, drops: int) -> Response:
+        request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), drops), time.time()
         self._requests.append(request)
         response = await request.answer
         if (log := current_log()) is not None:
@@ -434,15 +439,21 @@ class WorkflowGenerator(SampleGenerator):
 
 
 def _checked(result: Trajectory | Sequence[Trajectory], settings: WorkflowSettings) -> Sequence[Trajectory]:
-    """Return a run's trajectories. Raises ValueError or DataError if they cannot be trained."""
+    """Return a run's trajectories, with float numbers. Raises ValueError or DataError if they cannot be trained."""
     sample = (result,) if isinstance(result, Trajectory) else result
     is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
     if not is_sample or not sample:
         raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
     for row in sample:
-        metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
         _check_segments(row, settings)
-    return sample
+    return [_with_floats(row) for row in sample]
+
+
+def _with_floats(row: Trajectory) -> Trajectory:
+    """Return ``row`` with its reward and metrics as floats: a user's number may be of any type, such as a tensor."""
+    metrics = metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
+    reward = metrics.pop("reward")
+    return replace(row, reward=None if row.reward is None else reward, metrics=metrics)
 
 
 def _check_segments(row: Trajectory, settings: WorkflowSettings) -> None:
@@ -481,7 +492,7 @@ def _start_server(host: str) -> EndpointServer:
 
 
 async def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all tasks but this one, wait until they have ended, and stop the loop."""
+    """Cancel all other tasks, wait up to ``_END_S`` for their ends, and stop the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -112,6 +112,7 @@ def test_the_policys_text_has_no_end_no_stop_text_and_no_special_tokens() -> Non
     chat = STYLES["chatml"].chat()
     assert chat.text(response(chat, "2<|im_start|><|im_end|>")) == "2"
     assert chat.text(response(chat, "2 Obs: 3", stop="Obs:")) == "2 "
+    assert chat.text(response(chat, "2<|im_start|>", stop="|"), special=True) == "2<", "a token has it twice"
     assert chat.text(response(chat, "2<|im_start|>", truncated=True), special=True) == "2<|im_start|>"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import threading
@@ -99,6 +100,39 @@ def pairs() -> dict[tuple[int, int], int]:
 def leaves() -> None:
     """End the process."""
     raise SystemExit(3)
+
+
+class GivenUp(BaseException):
+    """As some libraries for time limits have it: not an Exception."""
+
+
+def gives_up() -> None:
+    """End without an Exception."""
+    raise GivenUp
+
+
+def tired() -> None:
+    """Raise the error of a time limit of its own."""
+    raise TimeoutError("the shop is closed")
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@decorated
+async def later(a: int) -> int:
+    """Return the number.
+
+    Args:
+        a: The number.
+    """
+    await asyncio.sleep(0)
+    return a
 
 
 async def slow(text: str) -> str:
@@ -209,19 +243,28 @@ def test_tools_are_called_until_the_policy_answers() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ({"name": "multiply", "arguments": {}}, "there is no tool multiply; the tools are add, slow, pairs, leaves"),
+        ({"name": "multiply", "arguments": {}}, "there is no tool multiply; the tools are add, slow, pairs"),
         ({"name": "add", "arguments": {"a": 1}}, "missing 1 required positional argument"),
         ({"name": "slow", "arguments": {"text": "x"}}, "did not answer within 2 s"),
         ({"name": "pairs", "arguments": {}}, "keys must be str"),
         ({"name": "leaves", "arguments": {}}, "SystemExit(3)"),
+        ({"name": "gives_up", "arguments": {}}, "GivenUp()"),
+        ({"name": "tired", "arguments": {}}, "the shop is closed"),
     ],
 )
 def test_the_policy_reads_what_was_wrong_with_its_call(call: dict[str, Any], told: str) -> None:
     policy = chatml_policy(f"<tool_call>{json.dumps(call)}</tool_call>", "I see.")
-    tools = [path_of(each) for each in (add, slow, pairs, leaves)]
+    tools = [path_of(each) for each in (add, slow, pairs, leaves, gives_up, tired)]
     workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=tools, timeout_s=2.0)
     row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
     assert told in text_of(policy, row) and row.metrics["tool_errors"] == 1
+
+
+def test_the_awaitable_of_a_decorated_tool_is_awaited() -> None:
+    policy = chatml_policy('<tool_call>{"name": "later", "arguments": {"a": 123}}</tool_call>', "I see.")
+    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(later)])
+    row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
+    assert "<tool_response>\n123\n</tool_response>" in text_of(policy, row) and row.metrics["tool_errors"] == 0
 
 
 def test_calls_of_a_turn_run_at_the_same_time_and_turns_are_limited() -> None:
@@ -237,3 +280,5 @@ def test_a_text_prompt_and_a_tool_without_a_description_are_refused() -> None:
         run(tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(add)]), policy, prompt_of(policy))
     with pytest.raises(DataError, match="cannot be described"):
         tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(undescribed)])
+    with pytest.raises(DataError, match="two tools have the same name"):
+        tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(add), path_of(later), path_of(add)])

@@ -7,11 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Segment, Trajectory
@@ -26,6 +28,7 @@ from hwrl.rollout import (
     WorkflowSettings,
     single_turn,
 )
+from hwrl.rollout.generation import mean_metrics
 from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, InlineScorer, Lengths, Updater, step_until
 
@@ -180,7 +183,26 @@ async def ends_the_process(client: PolicyClient, prompt: Prompt) -> Any:
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize("workflow", [cancels_itself, ends_the_process])
+class GivenUp(BaseException):
+    """As some libraries for time limits have it: not an Exception."""
+
+
+async def gives_up(client: PolicyClient, prompt: Prompt) -> Any:
+    raise GivenUp
+
+
+class UnreadableError(Exception):
+    """An error that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("it has no code")
+
+
+async def raises_the_unreadable(client: PolicyClient, prompt: Prompt) -> Any:
+    raise UnreadableError
+
+
+@pytest.mark.parametrize("workflow", [cancels_itself, ends_the_process, gives_up, raises_the_unreadable])
 def test_a_run_that_raises_no_exception_has_failed_too(make: Make, workflow: Workflow) -> None:
     generator = make(workflow)
     group = start(generator)
@@ -262,6 +284,21 @@ def test_a_reward_or_metric_that_cannot_be_trained_is_a_failed_run(make: Make, r
     group = start(generator, size=1)
     step_to_the_end(generator)
     assert "metric" in str(group.result().failure)
+
+
+def test_a_reward_and_metrics_of_any_numeric_type_become_floats(make: Make) -> None:
+    async def rewards(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        half: Any = torch.tensor(0.5, requires_grad=True)
+        cost: Any = Decimal("1.5")
+        return trajectory.finish(half, {"score": half, "cost": cost})
+
+    generator = make(rewards)
+    group = start(generator)
+    step_to_the_end(generator)
+    group.score(InlineScorer(lambda *_: 9.0))
+    assert mean_metrics(group.metrics()) == {"reward": 0.5, "score": 0.5, "cost": 1.5}
 
 
 def test_a_run_that_takes_too_long_has_failed_and_blocks_nobody(make: Make) -> None:

@@ -1,4 +1,7 @@
-"""What the policy said through one endpoint: turns, which form trees of conversations, and their trajectories."""
+"""The record of one endpoint: the policy's turns, and the trajectories that they form.
+
+A turn may follow an earlier one. Two turns may follow the same one, so the turns form trees.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hwrl.rollout.chat import Conversation, arguments_object, content_text
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A response of the policy to the tokens of the turn ``before``, if any, followed by ``context_ids`` (int32)."""
+    """A response of the policy to the conversation up to ``before``, if any, and then ``context_ids`` (int32)."""
 
     before: Turn | None
     context_ids: Ints
@@ -25,65 +28,71 @@ class Turn:
     @property
     def token_ids(self) -> Ints:
         """All tokens of the conversation, this response included."""
-        own = (self.context_ids, self.response.token_ids)
-        return np.concatenate(own if self.before is None else (self.before.token_ids, *own))
+        return np.concatenate([ids for turn in self.path() for ids in (turn.context_ids, turn.response.token_ids)])
 
     def path(self) -> list[Turn]:
-        """Return the turns of the conversation up to this one."""
-        return [*(self.before.path() if self.before else ()), self]
+        """Return the turns of the conversation up to this one, the first one first."""
+        turns = [self]
+        while (before := turns[-1].before) is not None:
+            turns.append(before)
+        return turns[::-1]
 
 
 class Conversations:
-    """The recorded turns, each found again by a key: what an agent repeats before it goes on."""
+    """The recorded turns. Agents repeat a conversation to continue it, so its content is the key of its last turn."""
 
     def __init__(self) -> None:
         self._turns: list[Turn] = []
         self._by_key: dict[Hashable, Turn] = {}
 
     def find(self, key: Hashable) -> Turn | None:
-        """Return the newest turn with ``key``, or None."""
+        """Return the newest turn with ``key``; None if there is none."""
         return self._by_key.get(key)
 
     def record(self, turn: Turn, *, key: Hashable) -> None:
-        """Keep ``turn``."""
+        """Keep ``turn``, and let ``key`` find it."""
         self._turns.append(turn)
         self._by_key[key] = turn
 
-    def start_of_ids(self, token_ids: Ints) -> Turn | None:
-        """Return the longest conversation at the start of ``token_ids``, or None."""
-        found = [turn for turn in self._turns if _starts(token_ids, turn.token_ids)]
+    def prefix_of_ids(self, token_ids: Ints) -> Turn | None:
+        """Return the last turn of the longest conversation that is a prefix of ``token_ids``; None if none is."""
+        found = [turn for turn in self._turns if _begins(token_ids, turn.token_ids)]
         return max(found, key=lambda turn: len(turn.token_ids), default=None)
 
-    def start_of_text(self, text: str) -> tuple[Turn | None, str]:
-        """Return the longest conversation at the start of ``text``, recorded with its text as its key, and the rest."""
+    def prefix_of_text(self, text: str) -> tuple[Turn | None, str]:
+        """Return the last turn of the longest conversation that is a prefix of ``text``, and the rest of ``text``.
+
+        Only turns with a text as their key count. Without one, return None and all of ``text``.
+        """
         keys = [key for key in self._by_key if isinstance(key, str) and text.startswith(key)]
         key = max(keys, key=len, default="")
         return self._by_key.get(key), text[len(key) :]
 
     def trajectories(self) -> list[Trajectory]:
-        """Return a trajectory for each conversation that nothing continues, in order.
+        """Return a trajectory for each turn that no other turn follows, in the order of recording.
 
-        Where conversations part, the tokens before belong to the policy in the first one only: each token of the policy
-        is trained once.
+        Two trajectories may begin with the same turns. Then these are the policy's in the first trajectory, and context
+        in the second. So each token of the policy is trained once.
         """
         continued = {turn.before for turn in self._turns}
-        told: set[Turn] = set()
-        return [_trajectory(turn, told) for turn in self._turns if turn not in continued]
+        trained: set[Turn] = set()
+        return [_trajectory(turn, trained) for turn in self._turns if turn not in continued]
 
 
-def _starts(token_ids: Ints, with_ids: Ints) -> bool:
+def _begins(token_ids: Ints, with_ids: Ints) -> bool:
     return len(with_ids) <= len(token_ids) and bool((token_ids[: len(with_ids)] == with_ids).all())
 
 
-def _trajectory(last: Turn, told: set[Turn]) -> Trajectory:
+def _trajectory(last: Turn, trained: set[Turn]) -> Trajectory:
+    """Return the trajectory that ends with ``last``. Turns in ``trained`` are context; the others join it."""
     segments: list[Segment] = []
     context: list[Ints] = []
     for turn in last.path():
         context.append(turn.context_ids)
-        if turn in told:
+        if turn in trained:
             context.append(turn.response.token_ids)
             continue
-        told.add(turn)
+        trained.add(turn)
         ids = np.concatenate(context)
         context = []
         if len(ids):
@@ -96,10 +105,10 @@ def _trajectory(last: Turn, told: set[Turn]) -> Trajectory:
 
 
 def chat_keys(messages: Conversation, *, tools: Tools, options: Mapping[str, Any]) -> list[bytes]:
-    """Return a key for each start of ``messages``: element n is that of n messages, after ``tools`` and ``options``.
+    """Return a key for each prefix of ``messages``: element n is the key of the first n messages.
 
-    Two conversations have one key if their messages say the same: identifiers of calls, the order in JSON, and white
-    space around the policy's text do not count.
+    ``tools`` and ``options`` are part of each key. Conversations with the same meaning have the same key: the ids of
+    calls, the order of keys in JSON, and white space around the policy's text do not count.
     """
     digest = hashlib.sha256(_json([list(tools), dict(options)]))
     keys = [digest.digest()]
@@ -110,7 +119,7 @@ def chat_keys(messages: Conversation, *, tools: Tools, options: Mapping[str, Any
 
 
 def said_message(answer: ParsedAnswer) -> dict[str, Any]:
-    """Return ``answer`` as a message."""
+    """Return ``answer`` as a message in OpenAI's form, without ids of calls."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
     return {"role": "assistant", "content": answer.content, "tool_calls": calls}
 

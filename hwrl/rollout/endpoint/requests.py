@@ -1,4 +1,4 @@
-"""Requests to an endpoint in OpenAI's form, checked: what is not supported is refused by name."""
+"""Requests to an endpoint, in OpenAI's form. An unsupported parameter is refused by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hwrl.interfaces import Sampling
 NO_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-"""Parameters without an effect on the answer: any value is taken."""
+"""Parameters without an effect on the answer: any value is accepted."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -24,20 +24,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
 }
-"""Values of unsupported parameters at which they change nothing."""
+"""Unsupported parameters, each with the values that are accepted because they change nothing."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 Asked = TypeVar("Asked", bound="GenerationFields")
 
 
 class EndpointError(Exception):
-    """An answer to a request in OpenAI's form of an error, with its HTTP ``status``."""
+    """An error for the agent, in OpenAI's form, with the HTTP ``status`` of the answer."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """Return the content of the answer."""
+        """Return the JSON of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -50,7 +50,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """The parameters of both kinds of requests. None: the run's."""
+    """The parameters that both kinds of requests have. None means the run's value."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = "policy"
@@ -79,14 +79,15 @@ class GenerationFields(BaseModel):
         }
 
     def limit(self) -> int | None:
-        """Return the request's own limit on new tokens."""
+        """Return the request's own limit on new tokens; None if it has none."""
         return self.max_tokens
 
     def sampling(self, run: Sampling, *, choice: int) -> Sampling:
-        """Return how to sample the answer number ``choice``: the run's sampling with the request's parameters.
+        """Return the sampling of answer number ``choice``: the request's parameters, and ``run`` for all others.
 
-        Each choice has a seed of its own. Raises EndpointError for a value out of its range, and for greedy answers in
-        a run that samples: their log-probabilities are not those of their distribution.
+        With a seed, each choice has a different one. Raises EndpointError for a value out of its range. Raises it for
+        temperature 0 if ``run`` is not greedy: a greedy token is certain, but its log-probability is that of
+        temperature 1, so it cannot be trained.
         """
         if self.temperature == 0 and run.temperature != 0:
             raise EndpointError(
@@ -121,7 +122,7 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     def limit(self) -> int | None:
-        """Return the request's own limit on new tokens, under its new name or its old one."""
+        """Return the request's own limit on new tokens, by its new name or else its old one."""
         return self.max_completion_tokens or self.max_tokens
 
     @model_validator(mode="after")
@@ -137,20 +138,21 @@ class ChatRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    """The body of a request to ``/v1/completions``. ``prompt`` is one text, or the token ids of one."""
+    """The body of a request to ``/v1/completions``. ``prompt`` is a text or a list of token ids."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
 
 def read_request(kind: type[Asked], body: bytes) -> Asked:
-    """Return the request in ``body``, JSON. Raises EndpointError with the parameter's name."""
+    """Return the request in ``body``, a JSON object. Raises EndpointError with the name of a wrong parameter."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_input=False, include_context=False)[0]
         param = str(error["loc"][0]) if error["loc"] else None
         if error["type"] == "extra_forbidden":
+            param = ".".join(str(part) for part in error["loc"])
             raise EndpointError(
                 f"{param} is not supported; leave it out", param=param, code="unsupported_parameter"
             ) from exc

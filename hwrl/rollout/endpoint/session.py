@@ -1,4 +1,4 @@
-"""One endpoint: the policy, for the agent of one run of a workflow."""
+"""One endpoint: an address of the policy for the agent of one run of a workflow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, Endpo
 _numbers = itertools.count(1)
 Record: TypeAlias = Callable[[], None]
 Answered: TypeAlias = tuple[AnswerFormat, Record]
-"""The answers to a request, and a function to record them."""
+"""The answers to a request, and a function that records them. The server calls it when it sends them."""
 
 
 class Generates(Protocol):
-    """What an endpoint needs of :class:`~hwrl.rollout.PolicyClient`."""
+    """The part of :class:`~hwrl.rollout.PolicyClient` that an endpoint uses."""
 
     sampling: Sampling
     max_length: int
@@ -39,8 +39,8 @@ class Generates(Protocol):
 class Endpoint:
     """An OpenAI-compatible address of the policy for the agent of one run of a workflow.
 
-    An agent needs ``base_url`` and ``api_key``, a secret. Whatever the policy answers is recorded;
-    :meth:`trajectories` returns it. After the run the key is invalid.
+    An agent needs ``base_url`` and ``api_key``, a secret. All answers that reach the agent are recorded;
+    :meth:`trajectories` returns them. After the run the key is invalid.
     """
 
     def __init__(self, client: Generates, *, chat: ChatTokens, base_url: str) -> None:
@@ -49,32 +49,40 @@ class Endpoint:
         self.api_key = f"{self.name}-{secrets.token_urlsafe(24)}"
         self.max_length = client.max_length
         self._working: set[asyncio.Task[Answered]] = set()
+        self._closed = False
         self._context = contextvars.copy_context()
         self._client, self._chat = client, chat
         self._conversations = Conversations()
 
     def trajectories(self) -> list[Trajectory]:
-        """Return what the policy answered so far, a trajectory for each conversation, without rewards.
+        """Return the recorded answers, as a trajectory for each conversation, without rewards.
 
-        A request that repeats an earlier conversation continues it. All others begin a new one. Tokens,
+        A request that repeats a recorded conversation continues it. Any other request begins a new one. Tokens,
         log-probabilities and versions are the engine's.
         """
         return self._conversations.trajectories()
 
     def close(self) -> None:
-        """End the requests under way."""
+        """Cancel the unfinished requests, and all later ones."""
+        self._closed = True
         for task in list(self._working):
             task.cancel()
 
     def start(self, work: Coroutine[Any, Any, Answered]) -> asyncio.Task[Answered]:
-        """Begin a request with the context variables of the workflow, not the server's: one server serves many."""
+        """Run ``work``, :meth:`chat` or :meth:`complete`, as a task with the context variables of the workflow.
+
+        The context of the caller is the server's, and a server serves many workflows. After :meth:`close` the task is
+        cancelled at once.
+        """
         task = asyncio.get_running_loop().create_task(work, context=self._context)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        if self._closed:  # the body of the request arrived late
+            task.cancel()
         return task
 
     async def chat(self, asked: ChatRequest) -> Answered:
-        """Answer; :meth:`start` runs it. Raises EndpointError."""
+        """Return the answers to a chat request; :meth:`start` runs this. Raises EndpointError."""
         tools, options = asked.tools, asked.chat_template_kwargs
         keys = chat_keys(asked.messages, tools=tools, options=options)
         try:
@@ -86,17 +94,25 @@ class Endpoint:
             parsed = self._chat.read(turn.response, tools=tools if asked.tool_choice == "auto" else ())
             choices.append(AnswerChoice(turn, parsed))
         said = [[*asked.messages, said_message(choice.parsed)] for choice in choices]
-        found = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
-        return ChatFormat(asked, choices, self._chat), self._recorder(choices, found)
+        keys = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
+        return ChatFormat(asked, choices, self._chat), self._recorder(choices, keys)
 
     async def complete(self, asked: CompletionRequest) -> Answered:
-        """Answer; :meth:`start` runs it. Raises EndpointError."""
+        """Return the answers to a completion request; :meth:`start` runs this. Raises EndpointError."""
         prompt = asked.prompt
         before, context_ids = self._text_context(prompt) if isinstance(prompt, str) else self._ids_context(prompt)
         turns = await self._generate(asked, before, context_ids)
         choices = [AnswerChoice(turn, self._chat.read(turn.response)) for turn in turns]
-        found = [prompt + one.parsed.content if isinstance(prompt, str) else object() for one in choices]
-        return CompletionFormat(asked, choices, self._chat), self._recorder(choices, found)
+        keys = [self._text_key(prompt, choice) if isinstance(prompt, str) else object() for choice in choices]
+        return CompletionFormat(asked, choices, self._chat), self._recorder(choices, keys)
+
+    def _text_key(self, prompt: str, choice: AnswerChoice) -> str:
+        """Return the text of the conversation with ``choice``, as an agent would repeat it.
+
+        An answer without text gets its special tokens and stop text. With the prompt alone as its key, the same prompt
+        again would continue it behind its end token.
+        """
+        return prompt + (choice.parsed.content or self._chat.decode(choice.response.token_ids, special=True))
 
     def _recorder(self, choices: Sequence[AnswerChoice], keys: Sequence[Hashable]) -> Record:
         def record() -> None:
@@ -105,7 +121,7 @@ class Endpoint:
 
         return record
 
-    # -- contexts: the conversation that a request continues, and the tokens that others added -----------------------
+    # -- contexts: the turn before the request, and the tokens that others added after it ----------------------------
 
     def _chat_context(self, asked: ChatRequest, keys: Sequence[Hashable]) -> tuple[Turn | None, Ints]:
         messages, tools, options = asked.messages, asked.tools, asked.chat_template_kwargs
@@ -117,7 +133,7 @@ class Endpoint:
         return None, self._chat.prompt(messages, tools=tools, options=options)
 
     def _text_context(self, text: str) -> tuple[Turn | None, Ints]:
-        before, rest = self._conversations.start_of_text(text)
+        before, rest = self._conversations.prefix_of_text(text)
         if before is None:
             return None, np.array(self._chat.tokenizer(text)["input_ids"], dtype=np.int32)
         stop = before.response.stop
@@ -126,11 +142,11 @@ class Endpoint:
 
     def _ids_context(self, token_ids: Sequence[int]) -> tuple[Turn | None, Ints]:
         ids = np.array(token_ids, dtype=np.int32)
-        before = self._conversations.start_of_ids(ids)
+        before = self._conversations.prefix_of_ids(ids)
         return before, ids[0 if before is None else len(before.token_ids) :]
 
     async def _generate(self, asked: GenerationFields, before: Turn | None, context_ids: Ints) -> list[Turn]:
-        """Return ``asked.n`` turns, none recorded yet."""
+        """Return ``asked.n`` turns; they are not recorded here."""
         ids = context_ids if before is None else np.concatenate((before.token_ids, context_ids))
         if not 0 < len(ids) < self.max_length:
             raise EndpointError(

@@ -9,11 +9,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hwrl.errors import ConfigError, EngineError
-from hwrl.interfaces import Sampling
+from hwrl.interfaces import Response, Sampling
 from hwrl.rollout import Endpoint
+from hwrl.rollout.endpoint.conversations import Conversations, Turn
+from hwrl.rollout.endpoint.requests import ChatRequest
 from hwrl.rollout.endpoint.server import EndpointServer
 from tests.support.agents import ScriptedPolicy, ask, chat, chatml_policy, served
 
@@ -178,6 +181,16 @@ async def test_completions_of_text_continue_text(endpoint: Endpoint, policy: Scr
     assert text(policy, row.segments[2].token_ids) == "\nSure?"
 
 
+@with_policy("", "Two.")
+async def test_the_same_text_after_an_empty_answer_is_a_new_request(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    for prompt in ("1 + 1 =", "1 + 1 =", "1 + 1 =<|im_end|>\nSure?"):
+        await ask(endpoint, "completions", {"prompt": prompt})
+    assert [text(policy, ids) for ids, _ in policy.asked] == ["1 + 1 =", "1 + 1 =", "1 + 1 =<|im_end|>\nSure?"]
+    again, sequel = endpoint.trajectories()
+    assert [text(policy, part.token_ids) for part in again.segments] == ["1 + 1 =", "Two.<|im_end|>"]
+    assert text(policy, sequel.segments[1].token_ids) == "<|im_end|>" and sequel.segments[1].by_policy
+
+
 @with_policy()
 async def test_a_stop_text_is_said_once(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
     policy.texts = ["Let me add.\nResult:"]
@@ -241,6 +254,7 @@ async def test_sampling_is_the_runs_with_the_requests_parameters(endpoint: Endpo
         ({"temperature": 0}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"anything": 1}, "anything"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"messages": []}, "messages"),
     ],
     ids=str,
@@ -320,6 +334,33 @@ def test_the_token_dies_with_the_run_and_never_reaches_a_log(caplog: pytest.LogC
         return endpoint.api_key
 
     assert asyncio.run(run()) not in caplog.text
+
+
+def test_a_request_whose_body_arrives_after_the_run_is_not_answered() -> None:
+    async def run() -> None:
+        policy = chatml_policy("Two.")
+        server = EndpointServer(host="127.0.0.1")
+        server.start()
+        with server.open(policy, chat=policy.chat) as endpoint:
+            late = endpoint
+        task = late.start(late.chat(ChatRequest(messages=[USER])))
+        await asyncio.wait([task])
+        assert task.cancelled() and not policy.asked
+        await server.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_conversation_may_have_thousands_of_turns() -> None:
+    conversations, last = Conversations(), None
+    ids = np.array([7], np.int32)
+    response = Response(ids, np.zeros(1, np.float32), ids, truncated=False)
+    for number in range(3000):
+        last = Turn(last, ids, response)
+        conversations.record(last, key=number)
+    assert last is not None and len(last.token_ids) == 6000
+    (row,) = conversations.trajectories()
+    assert len(row.segments) == 6000
 
 
 @pytest.mark.parametrize("stream", [False, True])
