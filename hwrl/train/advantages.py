@@ -14,6 +14,9 @@ from hwrl.interfaces import Advantage, PromptGroup
 
 Doubles = npt.NDArray[np.float64]
 
+_ROUNDING = 1e-6
+"""Sums of float32 rewards that differ by less, relative to the largest, are equal."""
+
 
 def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantage) -> torch.Tensor:
     """Return one advantage per row (float32, all groups in order), or one per element of the groups' ``token_ids``.
@@ -23,12 +26,11 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantag
 
     ``grpo``: (r - mean) / (std + 1e-6), DeepSeekMath, arXiv:2402.03300 §4.1. ``dr_grpo``: r - mean, arXiv:2503.20783
     §3. ``rloo``: r - mean of the other samples, arXiv:2402.14740 §2. ``reinforce_plus_plus``: r, whitened over the
-    tokens of all groups; ``reinforce_plus_plus_baseline``: r - mean, whitened, too (arXiv:2501.03262). A group whose
-    rewards are all equal gives zeros; whitening may move them.
+    tokens of all groups; ``reinforce_plus_plus_baseline``: r - mean, whitened, too (arXiv:2501.03262).
 
     ``mean`` and ``std`` are taken over the samples of a prompt. A sample with several rows counts once, with the mean
     reward of its rows. The reward of a row is its own reward plus the rewards of all its tokens. For one token, r is
-    the row's own reward plus the rewards from this token on.
+    the row's own reward plus the rewards from this token on. With ``grpo``, a group with equal rewards gives zeros.
 
     Raises DataError if a user's function returns other shapes or numbers that are not finite.
     """
@@ -62,7 +64,12 @@ def _mean_of_others(rewards: Doubles) -> Doubles:
 
 
 def _inverse_deviation(rewards: Doubles) -> float:
-    return 1 / (float(rewards.std()) + 1e-6)
+    """Return 1 / (std + 1e-6); 0 if the rewards differ by no more than the rounding of float32.
+
+    Without the exception, tokens after a turn's reward get -1e6 times that reward if all samples earn the same.
+    """
+    deviation = float(rewards.std())
+    return 1 / (deviation + 1e-6) if deviation > _ROUNDING * float(np.abs(rewards).max()) else 0.0
 
 
 _ESTIMATORS = {
