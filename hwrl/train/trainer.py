@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class TrainedStep:
     """A finished training step. If ``publishes``, the caller now sends the weights, as the trainer's new version.
 
-    ``tokens`` counts prompts and responses, on all ranks and once for each epoch. ``flops`` are the step's
-    floating-point operations on all ranks; None if the trainer does not know its model's.
+    ``tokens`` counts the tokens of prompts and responses that the policy trained on: on all ranks, and once for each
+    epoch. ``flops`` are the floating-point operations of the policy and of its reference, on all ranks; None if the
+    trainer does not know its model's. A critic's work counts in neither: while it warms up, ``tokens`` is 0.
     """
 
     metrics: dict[str, float]
@@ -41,8 +42,8 @@ class TrainedStep:
     def speed(self, *, seconds: float, devices: int, peak_flops: float | None) -> dict[str, float]:
         """Return metrics of the speed of a step of ``seconds`` on ``devices`` devices.
 
-        ``peak_flops`` are the most FLOPs of a device in a second; None if unknown, and then ``perf/mfu`` is absent. A
-        step of no time, on a coarse clock, has no speed.
+        A device computes at most ``peak_flops`` FLOPs per second. If it is None, unknown, ``perf/mfu`` is absent. There
+        are no metrics if ``seconds`` is 0, as on a coarse clock.
         """
         device_s = seconds * devices
         if not device_s:
@@ -60,13 +61,13 @@ class AsyncTrainer:
 
     ``step(groups)`` trains on a batch from the ledger. After every ``trigger_parameter_sync_step`` steps it returns
     ``publishes=True``: the weights are a new version, and the caller sends them. All ranks call ``step`` with the same
-    groups, and each trains on its share: responses with an equal sum of FLOPs, or of tokens without ``flops``. Their
-    groups may be divided, so every rank computes the advantages of all groups.
+    groups, and each trains on its share of the rows. The shares cost about the same FLOPs, or the same tokens without
+    ``flops``. A share may have only some rows of a group, so every rank computes the advantages of all groups.
 
     ``step`` enforces ``max_staleness`` once more. It raises EngineError for a group that is too old, that has a token
     of a future version, or whose weights came from another ``incarnation`` of the trainer.
 
-    A step with its transfer looks like this. Parameters that live on the host move to the device and back only once::
+    A step with its transfer looks like this. Offloaded parameters move to the device and back only once::
 
         with trainer.stepping() as moved:
             trained = trainer.step(groups)
@@ -76,8 +77,9 @@ class AsyncTrainer:
         critic = trainer.train_critic()
         metrics = {**trained.metrics, **critic, **move_metrics(moved), **trainer.timing()}
 
-    The advantages come from the rewards of a trajectory's group or, with a ``critic``, from it (PPO). The critic trains
-    after the policy, and after the transfer: the replicas do not wait for it, and both need no memory at one time.
+    The advantages come from the rewards of a trajectory's group, or from the ``critic`` if there is one (PPO). The
+    critic trains after the policy, and after the transfer. So the replicas do not wait for it, and the two models take
+    turns on the device.
     """
 
     def __init__(
@@ -103,11 +105,11 @@ class AsyncTrainer:
 
     @property
     def version(self) -> int:
-        """The version of the newest weights that were due."""
+        """The newest version of the weights. It goes up in :meth:`step`, before the caller sends them."""
         return self.steps_done // self._trigger_parameter_sync_step
 
     def step(self, groups: Sequence[PromptGroup]) -> TrainedStep:
-        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``.
+        """Train on ``groups``, and count the step in ``steps_done``. Then :attr:`version` may be a new one.
 
         With a critic, :meth:`train_critic` must follow before anything else.
         """
@@ -118,6 +120,7 @@ class AsyncTrainer:
         division = divide_rows(
             work.costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size
         )
+        epochs, further = self._algorithm.ppo_epochs * self._trains_policy, self._needs_proximal + self._needs_reference
         with self.stepping():
             trained = self._train(groups, division)
         self.steps_done += 1
@@ -125,14 +128,14 @@ class AsyncTrainer:
         return TrainedStep(
             {**consumed, **shaped, **trained, **balance},
             publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
-            tokens=work.tokens * self._algorithm.ppo_epochs,
-            flops=work.flops(self._algorithm),
+            tokens=work.tokens * epochs,
+            flops=work.flops(epochs=epochs, further_passes=further),
         )
 
     def train_critic(self) -> dict[str, float]:
         """Train the critic on the newest step's batch; return its metrics, none without a critic.
 
-        Outside of :meth:`stepping`, offloaded parameters of the policy leave it the device.
+        Call it outside of :meth:`stepping`: then offloaded parameters of the policy take no memory of the device.
         """
         parts, self._for_critic = self._for_critic, []
         if self._critic is None or not parts:
@@ -183,8 +186,8 @@ class AsyncTrainer:
         share = [part[self.engine.data_parallel_rank] for part in division]
         rows = [row for part in share for row in part]
         batch = self._collated(groups, rows)
-        loss, metrics = self._algorithm.loss, {}
-        if loss.needs_reference or (self._critic is not None and self._critic.needs_reference):
+        metrics = {}
+        if self._needs_reference:
             batch = replace(batch, reference_logprobs=self.engine.reference_logprobs(batch))
         if self._critic is not None:
             batch, estimated = self._critic.estimate(batch, batch.advantages)
@@ -192,14 +195,29 @@ class AsyncTrainer:
         weights = self._row_weights(groups, division)
         if weights is not None:
             batch = replace(batch, weights=torch.from_numpy(weights[rows]))
-        if loss.needs_proximal:
+        if self._needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
         if self._critic is not None:
             self._for_critic = parts
-        if self.steps_done < self._algorithm.critic_warmup:
-            return metrics
-        return {**metrics, **self._train_policy(parts)}
+        return {**metrics, **self._train_policy(parts)} if self._trains_policy else metrics
+
+    @property
+    def _trains_policy(self) -> bool:
+        """Whether the next step trains the policy: not while the critic warms up."""
+        return self.steps_done >= self._algorithm.critic_warmup
+
+    @property
+    def _needs_proximal(self) -> bool:
+        """Whether the next step needs the policy's log-probabilities at its start."""
+        return self._trains_policy and self._algorithm.loss.needs_proximal
+
+    @property
+    def _needs_reference(self) -> bool:
+        """Whether the next step needs the reference's log-probabilities, for the loss or for the critic."""
+        if self._critic is not None and self._critic.needs_reference:
+            return True
+        return self._trains_policy and self._algorithm.loss.needs_reference
 
     def _collated(self, groups: Sequence[PromptGroup], rows: Sequence[int]) -> Batch:
         """Return the batch of ``rows`` with advantages; for a critic, with the tokens' rewards in their place."""
@@ -301,12 +319,9 @@ class _Work:
         forward = sum(model.forward(lengths, responses=responses).tolist())
         return cls(costs, int(lengths.sum()), forward, model)
 
-    def flops(self, algorithm: Algorithm) -> float | None:
-        """Return the FLOPs of all passes over the rows; None without ``model``."""
-        if self.model is None:
-            return None
-        further = algorithm.loss.needs_proximal + algorithm.loss.needs_reference
-        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * further)
+    def flops(self, *, epochs: int, further_passes: int) -> float | None:
+        """Return the FLOPs to train ``epochs`` times, with ``further_passes`` forward; None without ``model``."""
+        return None if self.model is None else float(sum(self.costs) * epochs + self.forward * further_passes)
 
 
 def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -317,7 +332,7 @@ def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def _join(metrics: Sequence[Mapping[str, float]], *, of: str) -> dict[str, float]:
     """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations.
 
-    Those of the engine's speed belong to the policy: a critic's are left out.
+    Metrics of the engine's speed are reported for the policy only: a critic's are left out.
     """
     joined = {name: float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
     if "recompilations" in joined:
@@ -327,7 +342,7 @@ def _join(metrics: Sequence[Mapping[str, float]], *, of: str) -> dict[str, float
 
 
 _SPEED_METRICS = ("padding_share", "recompilations")
-"""An engine's metrics that are not about the policy."""
+"""An engine's metrics of its speed; the others are about what it learns."""
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -226,6 +226,7 @@ class CountingEngine(TrainEngine):
 
     def __init__(self, *, share: int = 0, shares: int = 1, metrics: dict[str, float] | None = None) -> None:
         self.rows: list[int] = []
+        self.scored = 0
         self._metrics = metrics or {}
         self._share, self._shares = share, shares
 
@@ -245,6 +246,7 @@ class CountingEngine(TrainEngine):
         return self._metrics
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
+        self.scored += 1
         return batch.behaviour_logprobs
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,6 +325,18 @@ def test_the_flops_of_a_step_count_each_epoch_and_the_forward_pass_of_the_proxim
     trained = trainer.step([group_of(version=0)] * 3)
     assert trained.flops == pytest.approx(passes * 6 * 6 * (100 * 4 + 10 * 1 + 2 * 4**2))
     assert trained.tokens == 2 * 6 * 4
+
+
+def test_a_step_that_warms_up_the_critic_does_and_counts_no_work_of_the_policy() -> None:
+    engine = CountingEngine()
+    flops = ModelFlops(layer_parameters=100, output_parameters=10, full_width=2)
+    algorithm = Algorithm(PolicyLoss("decoupled"), critic_warmup=1)
+    trainer = AsyncTrainer(engine, algorithm=algorithm, max_staleness=1, flops=flops)
+    warm = trainer.step([group_of(version=0)])
+    assert (warm.tokens, warm.flops, engine.rows, engine.scored) == (0, 0.0, [], 0)
+    trained = trainer.step([group_of(version=0)])
+    assert (trained.tokens, engine.rows, engine.scored) == (2 * 4, [2], 1)
+    assert trained.flops == pytest.approx(2 * 8 * (100 * 4 + 10 * 1 + 2 * 4**2))
 
 
 def test_a_reward_metric_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:
