@@ -27,7 +27,7 @@ class Offloaded(nn.Parameter):
 
 
 def _note_change(parameters: dict[str, nn.Parameter | None]) -> None:
-    """Change the version of a module's dict of parameters, and not its content.
+    """Change the version that Python keeps of a module's dict of parameters, but not its content.
 
     In torch 2.10 and 2.11, compiled code does not check the parameters in a dict of the same version. Remove with them.
     """

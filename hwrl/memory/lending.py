@@ -13,12 +13,15 @@ from hwrl.memory.slabs import part_of
 
 
 class Loan:
-    """A lent range of a slab, by its ``start``; None is the whole slab. An offload waits for it before overwriting."""
+    """A lent range of a slab, named by its ``start``; None is the whole slab.
+
+    An offload waits for the end of the loan before it overwrites the range.
+    """
 
     __slots__ = ("_due", "_loans")
 
     def __init__(self, loans: Loans, start: int | None) -> None:
-        self._loans, self._due = loans, [start]  # the first give_back takes the entry
+        self._loans, self._due = loans, [start]  # the first give_back takes it out
         loans.begin(start)
 
     def give_back(self) -> None:
@@ -52,8 +55,8 @@ class HostCopy(Loan):
 class HostCopies:
     """All host copies of an :class:`Offloader`, lent at once by :meth:`Offloader.lend_all`.
 
-    A thread may lend single copies from it later, even after a load, and give the rest back. ``slabs`` are the slabs,
-    each with the start of every storage's copy, by the storage's address, and with its loans.
+    A thread may take single copies from it with :meth:`lend` later, even after a load, and give the rest back. An
+    element of ``slabs`` has a slab, the start in it of each storage's copy, by the storage's key, and its loans.
     """
 
     def __init__(self, slabs: Sequence[tuple[torch.Tensor, Mapping[int, int], Loans]]) -> None:

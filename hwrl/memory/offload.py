@@ -36,8 +36,8 @@ class Offloader:
     fingerprint of its bytes, computed on the device. (Counters alone are not enough: fused optimizers, and ``foreach``
     operations on DTensors, do not increment them.)
 
-    Nothing is freed until all memory was found to be movable, the host has a copy, and the guards are installed. An
-    error at any point leaves everything unchanged.
+    Device memory is freed last: after all of it was found to be movable, the host has a copy, and the guards are
+    installed. An error at any point leaves everything unchanged.
 
     While a part is offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
     :class:`~hwrl.errors.MemoryStateError`. Direct reads of a tensor are not guarded and may crash the process.

@@ -74,6 +74,8 @@ class OffloadablePart:
         It compares a batch with the host's content when the caller takes it, while the previous batch is copied.
         """
         starts = list(itertools.accumulate(map(_aligned_nbytes, self._storages), initial=0))
+        if self._slab is not None and self._slab.numel() < starts[-1]:
+            self.drop_slab()  # the pool frees it before it allocates a larger one
         slab = pool.slab(self.name, nbytes=starts[-1])
         if slab is not self._slab:
             self._slab, self._slab_content = slab, {}

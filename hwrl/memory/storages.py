@@ -28,7 +28,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor with its own storage. ``versions`` are its version counter and those of the tensors around it.
+    """A tensor with a storage. ``versions`` has its version counter, after those of the tensors that wrap it.
 
     ``wrapper_class`` is the class of a surrounding tensor of a type unknown to hwrl, or None. Only that class can
     rebuild the surrounding tensor from its parts.
@@ -73,9 +73,8 @@ def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, to
         kind = type(optimizer).__name__
         for state in list(optimizer.state.values()):
             yield from _tensors_in(state, f"{kind}.state", set())
-        for (
-            group
-        ) in optimizer.param_groups:  # the optimizer's own float32 copies; callers exclude the model's parameters
+        # Some may be the optimizer's own float32 copies. Callers exclude the model's parameters.
+        for group in optimizer.param_groups:
             yield from ((f"{kind}.param_groups", parameter) for parameter in group["params"])
 
 
@@ -109,7 +108,7 @@ def _stored_tensors(
 
 
 def _hidden_in(tensor: torch.Tensor, name: str) -> NamedTensors:
-    """Return the tensors in the attributes of a subclass, without gradients: gradients never move."""
+    """Return the tensors in the attributes of a tensor subclass, but not gradients: they never move."""
     if type(tensor) in _PLAIN:
         return ()
     attributes = {key: value for key, value in vars(tensor).items() if "grad" not in key}

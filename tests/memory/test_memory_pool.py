@@ -1,9 +1,12 @@
 """The promises of PinnedPool and of the fingerprint that tells whether device memory changed."""
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from hwrl.errors import UnsupportedError
-from hwrl.memory import PinnedPool
+from hwrl.memory import Offloader, PinnedPool
 from hwrl.memory.fingerprint import fingerprints
 from hwrl_cpu import INFO, CpuBackend
 
@@ -59,6 +62,33 @@ def test_exactly_what_is_held_is_page_locked_and_no_longer_than_the_pool_lives()
     del forgotten
     assert backend.locked_nbytes == 0
     slab.fill_(1)
+
+
+class OneSlab(CpuBackend):
+    """A host with room for one slab: it refuses another one while the first exists."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self._slab: Callable[[], torch.Tensor | None] = lambda: None
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if self._slab() is not None:
+            raise MemoryError
+        self._slab = weakref.ref(memory)
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        pass
+
+
+def test_a_host_without_room_for_two_slabs_can_replace_one_by_a_larger_one() -> None:
+    model = torch.nn.Linear(8, 8)
+    with Offloader(model, backend=OneSlab()) as offloader:
+        offloader.offload(optimizer=False)
+        offloader.load()
+        model.register_buffer("late", torch.ones(4096))
+        offloader.offload(optimizer=False)
+        offloader.load()
+    assert int(model.get_buffer("late").sum()) == 4096
 
 
 def test_a_device_that_cannot_lock_what_exists_uses_its_own_pinned_memory() -> None:
