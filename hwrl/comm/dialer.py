@@ -46,7 +46,7 @@ class Dialer:
         threading.Thread(target=self._serve, name="hwrl store dialer", daemon=True).start()
 
     def make(self, client: Callable[[], _Made], *, timeout_s: float = _CONNECT_S, starts_server: bool = False) -> _Made:
-        """Return ``client()``, a new client of torch; it must be idle then. Blocks, up to ``timeout_s`` to connect.
+        """Return ``client()``, a new client of torch, idle on return. Blocks, up to ``timeout_s`` to connect.
 
         Raises CommTimeoutError if the store does not answer.
         """

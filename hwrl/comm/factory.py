@@ -85,7 +85,7 @@ class Comm:
 def forget_group(store: Store, *, name: str) -> None:
     """Delete the keys in ``store`` of the standalone group ``name`` and of groups named ``name``/….
 
-    Call it when no process will join these groups. Afterwards the store takes ``name`` for a new name.
+    Call it when no process will join these groups any longer. Afterwards a new group may have the name.
     """
     for key in store.list_keys():
         if key.startswith(f"group/{name}/"):

@@ -186,7 +186,7 @@ class TorchGroup(Group):
             work = call(self._process_group) if tensor.numel() else None
             if work is not None and not async_op:
                 self._await_work(work)
-            if self._has_streams:
+            if self._has_streams and work is not None:
                 self._newest_work = work
         except RuntimeError as exc:
             raise self._failure(exc, operation) from exc
@@ -228,7 +228,8 @@ class TorchGroup(Group):
 
     def _meet(self, key: str, ranks: Collection[int], operation: str, timeout_s: float) -> None:
         """Wait until ``ranks`` have written ``key`` to the store; raise CommTimeoutError with the missing ranks."""
-        self.store.set(f"{key}/{self.rank}", "here")
+        with store_failures():
+            self.store.set(f"{key}/{self.rank}", "here")
         missing = await_keys(self.store, [f"{key}/{rank}" for rank in ranks], timeout_s=timeout_s)
         if missing:
             raise missing_ranks(

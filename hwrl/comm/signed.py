@@ -70,10 +70,19 @@ class KeyedAddress(NamedTuple):
         place, _, key = text.partition("#")
         host, _, port = place.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > 65535 or not 0 < len(key.encode()) <= _LONGEST_KEY_NBYTES:
+        is_place = _is_host(host) and port.isdecimal() and int(port) <= 65535
+        if not is_place or not 0 < len(key.encode()) <= _LONGEST_KEY_NBYTES:
             why = "it must be host:port#key"
             raise CommError(f"{place!r} is no store address", why=why, fix="use store_address(store)")
         return cls(host, int(port), key)
+
+
+def _is_host(text: str) -> bool:
+    """Return whether ``text`` can be a host: no look-up takes a name with an empty or too long part."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def require_key(listener: socket.socket, key: str) -> None:
@@ -117,7 +126,7 @@ def warn_of_open_stores() -> None:
 
 @functools.cache
 def why_open() -> str | None:
-    """Return why this kernel does not close stores, None if it does. Blocks for 50 ms, once in a process."""
+    """Return why this kernel cannot keep strangers out of a store; None if it can. Blocks for 50 ms, once a process."""
     with socket.socket() as listener, socket.socket() as stranger:
         listener.bind(("127.0.0.1", 0))
         try:
@@ -174,7 +183,7 @@ def _connect(address: KeyedAddress, *, timeout_s: float, key: str) -> socket.soc
 
 
 def _why_silent(address: KeyedAddress) -> str:
-    """Say what a connection without a key tells: a closed store is silent for it."""
+    """Connect without a key, and return the meaning of the answer: a closed store is silent."""
     try:
         with contextlib.closing(_connect(address, timeout_s=_STORE_PROBE_S, key=_OPEN)):
             return "what listens there does not know the key"

@@ -1,4 +1,4 @@
-"""The TCP sockets of this process, also those that a C++ library opened; and how long that library looks up names."""
+"""The TCP sockets of this process, also those of C++ libraries; and a limit to such a library's look-ups of names."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _is_socket(descriptor: int) -> bool:
 def brief_name_lookups() -> Iterator[None]:
     """Bound each query of a name server by this thread to one attempt of one second, inside the block.
 
-    Torch asks for the name of each address that it connects to, also of the loopback's, only to log it. A name server
-    that does not answer costs 10 s a connection by default; after one failed lookup, torch asks no more. Sets the
-    fields of ``_res`` (resolver(3)), which are the calling thread's own; without glibc it does nothing.
+    Torch looks up the name of each address of a connection, also on the loopback, only to log it. A silent name server
+    costs 10 s a connection by default. After one failed look-up, torch does no more. This sets fields of ``_res``
+    (resolver(3)); each thread has its own. Without glibc it does nothing.
     """
     try:
         locate = ctypes.CDLL(None).__res_state

@@ -107,6 +107,7 @@ def _close_what_cannot_end(rank: int, address: str) -> float:
         assert not await_keys(store, ["over"], timeout_s=60.0)
         return 0.0
     group.recv(torch.zeros(4), src=1)
+    group.broadcast(torch.empty(0), src=1)  # queues nothing
     begin = time.monotonic()
     group.close()
     store.set("over", "")

@@ -57,3 +57,15 @@ def test_a_group_on_a_lost_store_is_a_lost_peer() -> None:
     gc.collect()
     with pytest.raises(PeerLostError, match="the store cannot be reached"):
         _make(client, 0, timeout_s=1.0)
+
+
+def test_ranks_that_meet_again_on_a_lost_store_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWRL_OPEN_STORE", "1")  # else the kernel ignores the refusal of a write: it is not signed
+    server = serve_store()
+    client = connect_store(store_address(server))
+    group = Comm(CpuBackend(INFO)).standalone_group(client, rank=0, size=1, name="g", timeout_s=20.0)
+    del server
+    gc.collect()
+    for meet in (group.warm_up, partial(group.rebuild, survivors=[0])):
+        with pytest.raises(PeerLostError, match="the store cannot be reached"):
+            meet(timeout_s=1.0)

@@ -73,8 +73,8 @@ def test_a_process_of_another_run_is_refused() -> None:
     assert key not in str(refused.value)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:1#", "#key", "127.0.0.1#key"])
-def test_an_address_without_a_key_or_a_port_is_none(address: str) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:1#", "#key", "127.0.0.1#key", "a..b:1#key"])
+def test_an_address_without_a_key_a_port_or_a_host_is_none(address: str) -> None:
     with pytest.raises(CommError, match="no store address") as refused:
         connect_store(address)
     assert "key'" not in str(refused.value)
