@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hwrl.train")
 
 _RESERVE = 16
-"""One part in so many of the device's memory stays free: for fragments, for the libraries, and for scores."""
+"""1 / ``_RESERVE`` of the device's memory stays free: for fragments, for the libraries, and for scores."""
 
 
 def layers_to_recompute(
@@ -29,8 +29,8 @@ def layers_to_recompute(
 ) -> int:
     """Return how many of ``layers`` must be recomputed, so that a pass over ``tokens`` tokens fits ``room_nbytes``.
 
-    A layer keeps ``kept_nbytes`` for each token, and ``input_nbytes`` if it is recomputed. The backward pass of one
-    layer needs as much again as it keeps, twice.
+    A layer keeps ``kept_nbytes`` for each token, and ``input_nbytes`` if it is recomputed. The backward pass of the
+    layer that runs needs twice as much again.
 
     >>> layers_to_recompute(10, 100, kept_nbytes=50, input_nbytes=5, room_nbytes=60_000)
     0
@@ -47,8 +47,8 @@ def layers_to_recompute(
 def usable_nbytes(info: MemoryInfo, *, ranks: int = 1, scores_nbytes: int = 0) -> int:
     """Return the bytes that this process can still allocate: free ones, and those in the allocator's cache.
 
-    It has a share of the device that ``ranks`` processes use. One part in 16 of the share stays free, or
-    ``scores_nbytes`` if these are more.
+    ``ranks`` processes share the device equally. One part in 16 of this process's share stays free, or
+    ``scores_nbytes`` if they are more.
 
     >>> usable_nbytes(MemoryInfo(500, 1600, allocated_nbytes=900, reserved_nbytes=1000, peak_nbytes=1100))
     500
@@ -81,14 +81,14 @@ def ranks_on_device(group: Group | None, backend: Backend) -> int:
 class ActivationCheckpointing:
     """Lets ``layers`` keep only their inputs for the backward pass, and run again in it: all, none, or some.
 
-    ``setting`` True means all layers, in every pass, and False none. ``auto`` measures: the first pass keeps only the
-    activations of the last layer, and measures them on the device. Each later pass recomputes its first layers, as few
-    as fit into the bytes that ``room_nbytes`` returns, for activations in this pass. A backend without memory
-    statistics recomputes nothing with ``auto``.
+    ``setting`` True means all layers, in every pass, and False none. ``auto`` measures: the first pass recomputes all
+    layers but the last, and measures the bytes that the last one keeps. Each later pass recomputes its first layers, as
+    few as it can so that the activations fit ``room_nbytes()``. On a backend without memory statistics, ``auto``
+    recomputes nothing.
 
-    Layers that communicate in their forward pass do so again when they are recomputed. So all ranks that take part
-    must recompute the same layers: ``agree`` returns the largest of these ranks' numbers of layers. ``auto`` calls it
-    once at the start of each pass with gradients, so these ranks must run as many passes.
+    A layer with collectives in its forward pass runs them again when it is recomputed. So all ranks in these
+    collectives must recompute the same layers: ``agree`` takes a rank's number of layers, and returns the largest.
+    ``auto`` calls it once at the start of each pass with gradients, so these ranks must run the same number of passes.
 
     After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers. Their first
     tensor is the hidden states; its last dimension is their width.
@@ -112,7 +112,7 @@ class ActivationCheckpointing:
         self._kept_nbytes: float | None = None
         self._measured_tokens = 0
         self._last = len(layers)
-        self._told = False
+        self._logged = False
         if self._setting is not False:
             for index, layer in enumerate(layers):
                 layer.forward = functools.partial(self._run, index, layer.forward)
@@ -161,8 +161,8 @@ class ActivationCheckpointing:
             input_nbytes=hidden.nbytes / tokens,
             room_nbytes=room,
         )
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             _log.info(
                 "activation checkpointing: %d of %d layers must be recomputed in a pass over %d tokens; a layer keeps "
                 "%d bytes a token, and there is room for %.2f GiB",

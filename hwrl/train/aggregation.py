@@ -13,12 +13,13 @@ from hwrl.train.choices import AggregationMode
 def row_weights(
     lengths: npt.ArrayLike, mini_batches: Sequence[Sequence[int]], *, mode: AggregationMode, constant: float
 ) -> npt.NDArray[np.float32]:
-    """Return the factor of each row's tokens (float32, rows).
+    """Return the factor for the losses of each row's tokens (float32, rows).
 
-    With it, the mean over the tokens of a mini-batch is: the mean over all tokens (``token-mean``); the mean over rows
-    of a row's sum (``seq-mean-token-sum``) or mean (``seq-mean-token-mean``); or the mean over rows of a row's sum,
-    divided by ``constant`` (``seq-mean-token-sum-norm``: Dr. GRPO, arXiv:2503.20783 §3.1). ``lengths`` are the trained
-    tokens of each row, ``mini_batches`` the rows of each. Rows without a trained token do not count.
+    Train engines take the mean over the tokens of a mini-batch. With the factors, this mean is: the mean over all
+    tokens (``token-mean``); the mean over rows of a row's sum (``seq-mean-token-sum``) or of a row's mean
+    (``seq-mean-token-mean``); or the mean over rows of a row's sum, divided by ``constant``
+    (``seq-mean-token-sum-norm``: Dr. GRPO, arXiv:2503.20783 §3.1). ``lengths`` has the number of trained tokens of each
+    row, and ``mini_batches`` the row indices of each mini-batch. Rows without a trained token do not count.
     """
     trained = np.asarray(lengths, dtype=np.float64)
     if mode == "token-mean":

@@ -13,8 +13,8 @@ from hwrl.train.overlong import Overlong
 class Algorithm:
     """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts.
 
-    ``advantage`` is a name of :data:`~hwrl.train.AdvantageName`, or a function. ``aggregation`` makes one number of the
-    tokens' losses; ``loss_constant`` is the divisor of its mode ``seq-mean-token-sum-norm``. In the first
+    ``advantage`` is a name of :data:`~hwrl.train.AdvantageName`, or a function. ``aggregation`` combines the losses of
+    tokens into one number; ``loss_constant`` is the divisor of its mode ``seq-mean-token-sum-norm``. In the first
     ``critic_warmup`` steps of a run only the critic learns.
     """
 

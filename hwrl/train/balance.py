@@ -28,9 +28,9 @@ def divide_rows(costs: Sequence[int], *, mini_batches: int, shares: int) -> list
 
 
 def imbalance(division: Sequence[Sequence[Sequence[int]]], costs: Sequence[int]) -> float:
-    """Return the time of a step over the time with equal shares: the costliest share over the mean, 1.0 at best.
+    """Return the time of a step divided by the time with equal shares; 1.0 is the best.
 
-    The ranks wait for each other in each mini-batch, so its costliest share counts.
+    The ranks wait for each other in each mini-batch, so the cost of its costliest share counts as its time.
     """
     loads = [[sum(costs[row] for row in share) for share in part] for part in division]
     mean = sum(map(sum, loads)) / len(loads[0])

@@ -100,9 +100,9 @@ class _TrialAttention(PackedAttention):
 class CausalModel:
     """How to call one model: in packs or in padded rows, with its output layer replaced or with logits.
 
-    :meth:`prove` finds out; before, calls have padded rows and logits. It registers an attention function with
-    transformers, under a name for all models of the process with as many ranks in their ``context``, the group of ranks
-    that share each pack. ``level`` is that of the log lines.
+    :meth:`prove` tries the ways, and chooses. Before it, calls use padded rows and logits. It registers an attention
+    function with transformers. ``context`` is the group of ranks that share each pack; models of this process with
+    groups of one size use the same function. ``level`` is the level of the log lines.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class CausalModel:
         """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
 
         ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. With a context group,
-        raises ConfigError with the reason for padded rows. Collective on ranks that share the model or a pack; with
-        FSDP2 its weights may stay whole.
+        raises ConfigError with the reason for padded rows. Collective on ranks that share the model or a pack. With
+        FSDP2 the weights may stay whole afterwards.
         """
         batch, name = _short_rows(model), type(model).__name__
         with torch.compiler.set_stance("force_eager"):
@@ -161,7 +161,7 @@ class CausalModel:
             _log.log(self._level, "The output layer of %s computes all logits of a micro-batch", type(model).__name__)
 
     def _can_score(self, model: Any, batch: Batch) -> bool:
-        """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
+        """Return whether the output layer is a plain matrix product, and the model returns its result unchanged."""
         if type(model.get_output_embeddings()) is not torch.nn.Linear:
             return False
         return torch.equal(*score_pass(model, self._rows(batch, torch.arange(batch.rows)), self.scorer))
@@ -195,7 +195,7 @@ class CausalModel:
         share = PackShare() if self._context is None else self._context.share
         pack = make_pack(batch, rows, device=self._backend.device(), share=share)
         packed = self(model, pack)[0, : pack.trained_tokens].cpu()
-        off = 0.0  # of many ranks, the last ones have no token of the short pack
+        off = 0.0  # the short pack may have no token for the last ranks
         if pack.trained_tokens:
             off = float((packed - wanted[pack.rows, pack.columns]).abs().mean())
         if self._context is None:

@@ -7,8 +7,8 @@ from typing import Literal
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 LossName = Literal["ppo_clip", "tis", "decoupled", "gspo", "cispo"]
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""How the losses of tokens become one number; a seq is a row."""
+"""How the losses of tokens become one number; ``seq`` means a row."""
 KlEstimator = Literal["k1", "k2", "k3"]
 ImportanceLevel = Literal["token", "sequence"]
 RejectionMode = Literal["token_k1", "seq_sum_k1", "seq_mean_k1"]
-"""Whose ratio of probabilities must lie in a band: a token's, a row's, or the geometric mean of a row's tokens."""
+"""The ratio to keep inside a band: a token's, the product over a row, or the geometric mean over a row."""

@@ -18,7 +18,7 @@ from hwrl.interfaces import Backend, Capability
 _log = logging.getLogger("hwrl.train")
 
 _GRAPHS = 64
-"""Variants of one function, for example with and without gradients; torch stops to compile after 8."""
+"""Variants of one function, for example with and without gradients; torch stops compiling after 8."""
 
 
 def wants_compilation(backend: Backend, *, setting: Literal["auto"] | bool) -> bool:
@@ -49,7 +49,7 @@ class Compiler:
         import torch._dynamo
 
         self._required, self._level = required, level
-        # torch looks at each input as it traces. Users cannot act on it, so we filter it.
+        # torch reads the gradient of each input as it traces, and warns. Users cannot act on it, so we filter it.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _GRAPHS)
@@ -110,7 +110,7 @@ class _Compiled:
 
 @contextlib.contextmanager
 def explained_compilation() -> Iterator[None]:
-    """Turn an error of torch's compiler inside the block into EngineError: torch compiles a backward pass in it."""
+    """Turn an error of torch's compiler inside the block into EngineError: torch compiles a backward pass there."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hwrl.comm import Group
 
 _FIRST_VALUES = 0.01
-"""The size of the values of a new critic: near 0, so that the first advantages are the returns."""
+"""The typical value of a new critic: near 0, so that the first advantages are the returns."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def with_value_head(model: Any, *, seed: int) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def described_critic(directory: Path, *, dtype: torch.dtype, lora: LoraSettings | None) -> Any:
-    """Return the critic on the meta device but for its output layer: only to look at. See :func:`described_model`."""
+    """Return a critic on the meta device, but for its output layer: see :func:`described_model`."""
     model = build_meta_model(directory, dtype=torch.float32)
     adapted = model if lora is None else with_adapter(model, lora, seed=0, base_dtype=dtype)
     return with_value_head(adapted, seed=0)
@@ -93,10 +93,11 @@ class ValueModel(CausalModel):
 
 
 class CriticEngine(FsdpEngine):
-    """Trains the values of the tokens of a batch: those of ``settings.model_directory`` with a new output layer.
+    """Trains a value model: the model in ``settings.model_directory`` with a new output layer.
 
-    A value is the expected return before a token, from the hidden state that also predicts the token. With an adapter,
-    the critic trains one, too, beside its output layer. It publishes no weights. See :class:`FsdpEngine` for all else.
+    It gives each token a value, the expected return before the token; the hidden state is the one that predicts the
+    token. With ``settings.lora`` it trains an adapter and the output layer. It publishes no weights. See
+    :class:`FsdpEngine` for all else.
 
     A step uses it like this::
 
@@ -123,7 +124,7 @@ class CriticEngine(FsdpEngine):
         super().__init__(settings, backend=backend, group=group)
 
     def _adapted(self, model: Any) -> Any:
-        self._vocabulary = model.get_output_embeddings().weight.shape[1]  # the scores are the states, in float32
+        self._vocabulary = model.get_output_embeddings().weight.shape[1]  # the head copies the states to float32
         return with_value_head(super()._adapted(model), seed=self.settings.seed)
 
     @property
@@ -136,10 +137,10 @@ class CriticEngine(FsdpEngine):
     def estimate(self, batch: Batch, rewards: torch.Tensor) -> tuple[Batch, dict[str, float]]:
         """Return ``batch`` with values, returns and advantages, token by token, and metrics of all ranks' tokens.
 
-        ``rewards`` (rows × length, float32) come after each token. With ``kl_coef`` each token first loses so many
-        times its log-ratio of behaviour policy to reference (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
-        §2). The advantages are of mean 0 and standard deviation
-        1 over the tokens of all ranks. Parameters are on the device only during the call, if they are offloaded.
+        ``rewards`` (rows × length, float32) come after each token. First, ``kl_coef`` × (log-probability of the
+        behaviour policy − of the reference) is subtracted from each token's reward (Ziegler et al. 2019,
+        https://arxiv.org/abs/1909.08593 §2). The advantages have mean 0 and standard deviation 1 over the tokens of all
+        ranks. Offloaded parameters are on the device only during the call.
         """
         metrics = {}
         if self.needs_reference:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hwrl.train.critic import CriticEngine
 
 _CRITIC = "critic"
-"""The critic's place in the state, beside the policy's entries."""
+"""The key of the critic's state, beside the keys of the policy's."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The policy, and perhaps a critic. A checkpoint has both of one step, or the policy as it is alone."""
+    """The policy, and a critic or None. A checkpoint has both after the same step, or the policy alone."""
 
     policy: TrainEngine
     critic: CriticEngine | None = None

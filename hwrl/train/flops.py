@@ -17,7 +17,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The FLOPs of one model, for rows of tokens. Embeddings, norms' and activations' arithmetic and loss are left out.
+    """The FLOPs of one model, for rows of tokens, without embeddings, norms, activation functions and the loss.
 
     A token costs 2 FLOPs forward and 4 backward for each of ``layer_parameters`` (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361 §2.1), and a response token the same for each of ``output_parameters``. Causal
@@ -26,7 +26,7 @@ class ModelFlops:
     over the layers with full attention. ``window_width`` is the sum over those with a ``window`` of tokens.
 
     With ``frozen`` weights an adapter is trained: the weights have no gradient, so they cost 2 FLOPs backward. The
-    adapter's own FLOPs are left out; they are about 1 %. What activation checkpointing computes again never counts.
+    adapter's own FLOPs are left out; they are about 1 %. Recomputation in activation checkpointing never counts.
     """
 
     layer_parameters: int
@@ -62,7 +62,7 @@ def read_model_flops(directory: Path, *, frozen: bool) -> ModelFlops:
 def count_flops(model: Any, *, frozen: bool = False) -> ModelFlops:
     """Return the FLOPs of ``model``, a transformers model on any device, also on the meta device.
 
-    Of routed experts, a token meets as many as the model's configuration says.
+    A token costs as many routed experts as the model's configuration says.
     """
     config = model.config.get_text_config()
     output = model.get_output_embeddings().weight

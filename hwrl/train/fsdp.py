@@ -48,11 +48,12 @@ class FsdpEngine(PolicyEngine):
     Each rank reads its own part of the weights. The model is always in evaluation mode: dropout would add noise to the
     ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
 
-    :attr:`sharded` is the wrapped model, or None, and tells what of it stays whole between the passes of a step.
-    :attr:`checkpointing` tells how many layers the newest pass recomputed.
+    :attr:`sharded` is the wrapped model, or None; it knows whether weights and gradients stay whole between the passes
+    of a step. :attr:`checkpointing` knows how many layers the newest pass recomputed.
 
     With ``settings.host_step`` on one rank, the engine needs a default group of one process: if there is none, it makes
-    one, and :meth:`close` ends it. It closes its ``reference``, too, the engine of :meth:`reference_logprobs`.
+    one, and :meth:`close` ends it. The engine owns ``reference``, the engine for :meth:`reference_logprobs`, and closes
+    it, too.
     """
 
     _calls: type[CausalModel] = CausalModel
@@ -76,7 +77,7 @@ class FsdpEngine(PolicyEngine):
             settings.context_parallel, directory=settings.model_directory, group=group, backend=backend
         )
         self._dtype = settings.dtype
-        self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
+        self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # once a run
         directory = settings.model_directory
         model, reader = open_model(directory, group=group, backend=backend, level=self._level)
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
@@ -110,14 +111,14 @@ class FsdpEngine(PolicyEngine):
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
     def _adapted(self, model: Any) -> Any:
-        """Return ``model``, on the meta device, with what this engine puts into it."""
+        """Return ``model``, on the meta device, with the modules that this engine adds: here, an adapter."""
         if self.settings.lora is None:
             return model
         self.base = _agreed_identity(self.settings.model_directory, self._group, self._backend)
         return with_adapter(model, self.settings.lora, seed=self.settings.seed, base_dtype=self.settings.dtype)
 
     def _place(self, model: Any, reader: WeightReader) -> list[torch.nn.Module]:
-        """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
+        """Put ``model`` on the device, whole or as a shard; return the layers that run, of a compute copy if any."""
         self._copy: ComputeCopy | None = None
         self.sharded: ShardedModel | None = None
         read = functools.partial(
@@ -174,7 +175,7 @@ class FsdpEngine(PolicyEngine):
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
             room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self.owed_nbytes(),
-            agree=self._largest if communicates else None,  # else the ranks gather a layer's weights around it
+            agree=self._largest if communicates else None,  # else collectives run before and after a layer
         )
 
     def _largest(self, number: int) -> int:

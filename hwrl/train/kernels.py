@@ -123,6 +123,6 @@ def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], t
         if (got[name].shape, got[name].dtype) != (right.shape, right.dtype):
             return f"{name} of the backend's operation has another shape or dtype"
         off = float((got[name].float() - right.float()).norm() / right.float().norm())
-        if not off <= tolerance:  # not a number, too
+        if not off <= tolerance:  # also for NaN
             return f"{name} of the backend's operation is off by {off:.2g} of its norm, and {tolerance:g} is allowed"
     return ""

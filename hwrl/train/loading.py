@@ -38,10 +38,10 @@ def open_model(
 ) -> tuple[Any, WeightReader]:
     """Return the model in ``directory`` on the meta device, in float32, and the reader of its weights.
 
-    The model is in evaluation mode. Each rank of ``group`` reads for itself from safetensors files. If transformers
-    must convert them, or a rank has none, the first rank loads the whole model and broadcasts what is read; then all
-    ranks must read the same names in the same order. A log line at ``level`` says so. Collective; raises DataError on
-    all ranks if the files do not fit the model.
+    The model is in evaluation mode. Each rank of ``group`` reads its own parts from safetensors files. If a rank has no
+    such files, or transformers must convert them, the first rank loads the whole model, and each read is a broadcast.
+    Then all ranks must read the same names in the same order. A log line at ``level`` says so. Collective; raises
+    DataError on all ranks if the files do not fit the model.
     """
     model, files, error = None, None, None
     try:
@@ -109,9 +109,10 @@ def _on_any_rank(group: Group | None, backend: Backend, *, mine: bool) -> bool:
 
 @torch.no_grad()
 def read_weights(model: Any, reader: WeightReader, *, directory: Path, group: Group | None, backend: Backend) -> None:
-    """Fill the parameters and persistent buffers of ``model`` from ``reader``, but not an adapter's or a critic's own.
+    """Fill the parameters and persistent buffers of ``model`` from ``reader``.
 
-    Collective: an error of one rank is one on all. Raises DataError.
+    The parameters of an adapter and of a critic's output layer are in no file, and keep their values. Collective: if
+    one rank fails, all raise DataError.
     """
 
     def read() -> None:
@@ -123,7 +124,7 @@ def read_weights(model: Any, reader: WeightReader, *, directory: Path, group: Gr
 
 
 def read_on_all_ranks(read: Callable[[], None], *, directory: Path, group: Group | None, backend: Backend) -> None:
-    """Let ``read`` read the weights in ``directory``. Collective: an error of one rank is a DataError on all."""
+    """Let ``read`` read the weights in ``directory``. Collective: if one rank fails, all raise DataError."""
     error: DataError | None = None
     try:
         read()
@@ -153,7 +154,7 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 
 
 def own_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return this rank's part of ``tensor``, the dimension that is divided, and where the part begins in it.
+    """Return this rank's part of ``tensor``, the divided dimension, and the index in it at which the part begins.
 
     A part shares the memory of ``tensor``. A tensor that is not sharded is its own part. FSDP2 divides one dimension
     into parts of equal size, rounded up.

@@ -97,7 +97,7 @@ class PolicyLoss:
         if self.is_level == "sequence":
             ratio = inputs.row_sums(ratio)[inputs.rows]
         limit = math.log(self.is_threshold)
-        return ratio.clamp(max=limit).exp(), ratio > limit  # no overflow of long rows
+        return ratio.clamp(max=limit).exp(), ratio > limit  # clamp before exp: a long row would overflow
 
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

@@ -1,4 +1,4 @@
-"""The memory of a rank of the FSDP2 engine, by cause, before there is one: :func:`fsdp_memory`."""
+"""Estimate the memory of a rank of the FSDP2 engine, by cause, without the engine: :func:`fsdp_memory`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from hwrl.train.state_memory import StateMemory
 def fsdp_memory(
     settings: EngineSettings, *, ranks: int, device_nbytes: int, context_nbytes: int = 0, critic: bool = False
 ) -> tuple[MemoryCause, ...]:
-    """Return the memory of the rank with the most, of ``ranks``, each on a device of ``device_nbytes``.
+    """Return the memory of the fullest of ``ranks`` ranks, each on a device of ``device_nbytes``.
 
-    A pass has ``settings.micro_batch_tokens`` tokens, all of them targets; a rank has its share of them. Others need
-    ``context_nbytes`` of the device. The engine is the policy's or a ``critic``. Reads the model's configuration only.
-    Layers that ``settings.compile`` leaves to the device count as not compiled: they need more memory.
+    A pass has ``settings.micro_batch_tokens`` tokens, all of them targets; a rank has its share of them.
+    ``context_nbytes`` of the device are taken by others. The engine is the policy's or, with ``critic``, the critic's.
+    Reads the model's configuration only. With ``settings.compile`` "auto" the layers count as not compiled: the device
+    decides, and layers need more memory without compilation.
 
     Raises ConfigError if the ranks that share a pack cannot share the model's heads.
     """
@@ -56,7 +57,7 @@ def certain_fsdp_memory(settings: EngineSettings, *, ranks: int, critic: bool = 
 
 
 def reference_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCause, ...]:
-    """Return the memory of a rank's part of a :class:`~hwrl.train.ReferenceModel`; its pass is in the step."""
+    """Return the memory of a rank's part of a :class:`~hwrl.train.ReferenceModel`. Its passes are in the step."""
     memory = _memory_of(
         build_meta_model(settings.model_directory, dtype=settings.dtype).requires_grad_(False), settings, ranks
     )
@@ -67,9 +68,9 @@ def reference_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCau
 
 
 def add_in_turns(policy: Sequence[MemoryCause], other: Sequence[MemoryCause], *, name: str) -> list[MemoryCause]:
-    """Return the causes of ``policy`` and those of another engine of its rank, ``name``, that takes turns with it.
+    """Return the causes of ``policy`` and of the ``other`` engine on its rank, ``name``: they step in turns.
 
-    Only one of them steps at a time, so the larger need of the two counts. The other engine adds its excess over the
+    Only one of them steps at a time, so the larger need in a step counts. The other engine adds its excess over the
     policy's need, or nothing.
     """
     own = [replace(one, cause=f"{name}: {one.cause}") for one in other if one.place == "host" or one.phases == ALWAYS]

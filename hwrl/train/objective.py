@@ -53,9 +53,9 @@ def kl_penalty(logprobs: torch.Tensor, reference: torch.Tensor, *, estimator: Kl
 class Rejection:
     """Takes tokens out of the policy loss if their ratio to the behaviour policy leaves ``lower`` … ``upper``.
 
-    ``token_k1`` looks at each token's ratio, ``seq_sum_k1`` at the ratio of the row (the product), ``seq_mean_k1`` at
-    the geometric mean of the row's ratios; these take out the whole row. The newer policy is the proximal one if the
-    loss needs it, else the present one. Rejected tokens still count in the mean over tokens or rows.
+    ``token_k1`` looks at each token's ratio, and rejects tokens. ``seq_sum_k1`` looks at the product of a row's ratios,
+    ``seq_mean_k1`` at their geometric mean; both reject whole rows. The ratio is that of the proximal policy if the
+    loss needs one, else of the current policy. Rejected tokens still count in the mean over tokens or rows.
     """
 
     mode: RejectionMode
@@ -121,7 +121,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class UserLoss:
-    """A user's function as a loss; its attributes with the names of these fields say what it needs."""
+    """A user's function as a loss. Attributes of the function set the fields of the same names."""
 
     function: Callable[[LossInputs], Any]
     token_local: bool = False

@@ -1,4 +1,4 @@
-"""Responses that a length limit ended: out of the loss, or punished before they reach it."""
+"""Long responses: mask truncated ones, and take reward from those near the limit."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class PackShare:
-    """Share ``index`` of the ``count`` equal shares of a pack's tokens: for ranks with one share each."""
+    """Share ``index`` of the ``count`` equal shares of a pack's tokens. Each rank of a context group has one share."""
 
     index: int = 0
     count: int = 1
@@ -43,13 +43,17 @@ class PackShare:
 class MicroBatch:
     """The tokens of one forward pass, all on one device; or this rank's share of them.
 
-    ``input_ids`` and ``position_ids`` (rows × length, int64); a pack has one row, and the ``boundaries`` of all shares.
-    The response tokens are ``targets`` (int64), predicted at ``places`` (int64), indices into the flattened inputs.
-    Both are padded to a rounded number: only the first ``trained_tokens`` count. ``rows`` and ``columns`` (int64, on
-    the host) are their indices in the batch. The float32 tensors have one number for each of them, and
-    ``loss_rows`` (int64) tells each one's row among the ``row_count`` rows of the whole micro-batch. ``weights``
-    (row_count, float32, or None) belongs to those rows. ``real_tokens`` counts the inputs without padding, and
-    ``share_tokens`` the response tokens in each share.
+    ``input_ids`` and ``position_ids`` (rows × length, int64) are the model's inputs. A pack has one row, and the
+    ``boundaries`` of the whole pack, also in a share of it.
+
+    ``targets`` (int64) are the response tokens, and ``places`` (int64) the inputs that predict them, as indices into
+    the flattened ``input_ids``. Both are padded to a rounded number: only the first ``trained_tokens`` count. All other
+    tensors have one element for each of these tokens, without padding. ``rows`` and ``columns`` (int64, on the host)
+    are the indices of the tokens in the batch. ``loss_rows`` (int64) has the row of each token, 0 … ``row_count`` - 1:
+    these are the rows of the whole micro-batch. The rest is float32. ``weights`` alone has one element for each of the
+    ``row_count`` rows, or is None.
+
+    ``real_tokens`` counts the inputs without padding, and ``share_tokens`` the response tokens in each share.
     """
 
     input_ids: torch.Tensor
@@ -94,9 +98,11 @@ class MicroBatch:
 def plan_packs(lengths: Sequence[int], *, max_tokens: int, packs: int = 0) -> list[list[int]]:
     """Divide rows of ``lengths`` into packs of similar size; return their indices.
 
-    No pack has more than ``max_tokens``, except for a longer row alone. There are at least ``packs``, of which some may
-    be empty. Rows of length 0 are left out. Rows of similar length share a pack, because attention kernels may pad
-    them to the longest: the packs are stretches of the sorted rows, as few as possible, the largest as small as can be.
+    No pack has more than ``max_tokens``; a longer row is a pack of its own. There are at least ``packs`` of them, and
+    some may be empty. Rows of length 0 are left out.
+
+    Rows of similar length share a pack, because attention kernels may pad them to the longest. So each pack is a
+    stretch of the rows sorted by length. There are as few packs as possible, and the largest is as small as possible.
     """
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
     count = max(packs, len(_stretches(order, lengths, room=max_tokens)))
@@ -125,9 +131,9 @@ def _stretches(order: list[int], lengths: Sequence[int], *, room: int) -> list[l
 
 
 def rounded(count: int, *, bits: int) -> int:
-    """Return ``count`` rounded up to a number of few distinct ones: with ``bits`` binary digits and zeros after them.
+    """Return ``count`` rounded up to a number with ``bits`` significant binary digits.
 
-    It is at most one part in ``2 ** (bits - 1)`` larger. Shapes made of such numbers repeat.
+    It grows by at most one part in ``2 ** (bits - 1)``. There are few such numbers, so shapes made of them repeat.
 
     >>> [rounded(count, bits=3) for count in (5, 8, 9, 17, 1000)]
     [5, 8, 10, 20, 1024]
@@ -144,8 +150,8 @@ def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device, share: 
     """Return the rows with the indices ``rows`` (int64) of ``batch``, end to end, on ``device``.
 
     The last token of a row is only a target. An empty pack has one token and no target. Padding belongs to the last
-    row, behind its tokens: causal attention hides it. Of the pack, only ``share`` is there: its inputs, and the targets
-    predicted at them. Each share of a pack has at least one input.
+    row, behind its tokens: causal attention hides it. The result has only the inputs of ``share`` and the targets that
+    they predict. Each share of a pack has at least one input.
     """
     lengths = (batch.lengths()[rows] - 1).clamp(min=0)
     row, column = _tokens_of_rows(lengths)
@@ -174,7 +180,7 @@ def _boundaries(lengths: list[int], *, size: int) -> Boundaries:
 def make_rows(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:
     """Return the rows with the indices ``rows`` (int64) of ``batch``, padded on the right, on ``device``.
 
-    So causal attention alone hides the padding from real tokens. Without rows there is one token and no target.
+    The padding is behind the tokens, so causal attention hides it. Without rows there is one token and no target.
     """
     lengths = (batch.lengths()[rows] - 1).clamp(min=0)
     length = int(max([1, *lengths]))

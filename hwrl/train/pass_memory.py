@@ -28,9 +28,9 @@ from hwrl.train.sharding import layers_of, outermost
 _ATTENTION = "hwrl_measured"
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ALIKE = 2
-"""Layers of one kind in a measured pass. The memory of the others follows from theirs."""
+"""How many layers of each kind run in a measured pass. The others count as these."""
 _WIDTHS = 17
-"""Values that a layer keeps for each token, by the hidden size, if the model cannot run without a device.
+"""Values that a layer keeps for each token, in hidden sizes, if the model cannot run without a device.
 
 That is 34 bytes in a two-byte dtype (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, with fused attention).
 """
@@ -40,10 +40,10 @@ That is 34 bytes in a two-byte dtype (Korthikanti et al. 2022, https://arxiv.org
 class PassMemory:
     """Bytes that one forward and backward pass allocates, beside weights and their gradients.
 
-    ``kept`` has the bytes of each layer for its backward pass, and ``inputs`` the bytes of each layer that is
-    recomputed. ``outside`` is kept outside the layers. ``scoring`` is the largest temporary while the output layer
-    scores, and ``working`` the largest one in the backward pass of a layer. ``recomputing`` is that of a recomputed
-    layer. ``measured`` is False if the model cannot run without a device, and the numbers are a rule of thumb.
+    ``kept`` has the bytes that each layer keeps for its backward pass, and ``inputs`` those that it keeps if it is
+    recomputed. ``outside`` is kept outside the layers. ``scoring`` is the most temporary memory while the output layer
+    scores, ``working`` the most in the backward pass of a layer, and ``recomputing`` the most in that of a recomputed
+    layer. ``measured`` is False if the model cannot run without a device; then the numbers are a rule of thumb.
     """
 
     kept: tuple[int, ...]
@@ -84,9 +84,9 @@ def measure_pass(
 
     ``context_parallel`` ranks share the pack, and these are the tokens of one of them.
 
-    Runs the model of ``directory`` in ``dtype`` on the meta device, with a fused attention, and follows every
-    allocation: it needs no weights, and no memory. Two layers of each kind run, and the others count as these. Routed
-    experts count as if each met the same share of the tokens.
+    Runs the model of ``directory`` in ``dtype`` on the meta device, with a fused attention, and counts every
+    allocation. So it needs no weights, and no memory. Two layers of each kind run, and the others count as these.
+    Routed experts count as if each got the same number of tokens.
 
     A ``compiled`` layer keeps the inputs and results of its matrix products and of its attention. Everything between
     them is fused into kernels, and the backward pass computes it again from these values.
@@ -117,7 +117,7 @@ def measure_pass(
 
 @dataclass(frozen=True)
 class _Run:
-    """``layers`` kept so many bytes, and all together ``kept``; the rest is as in :class:`PassMemory`.
+    """The bytes that each of the ``layers`` kept, and ``kept`` by the whole pass; see :class:`PassMemory` for the rest.
 
     ``compiled_layers`` is what they would keep if they were compiled.
     """
@@ -130,7 +130,7 @@ class _Run:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes of all storages that are made inside, and are alive: ``now`` and ``peak``.
+    """Counts the bytes of all living storages from inside the context: ``now``, and the ``peak``.
 
     ``of_products`` counts the bytes of each storage that a matrix product or attention has read or written, whether the
     storage is still alive or not.

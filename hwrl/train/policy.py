@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class PolicyEngine(TrainEngine):
     """The training step on micro-batches. A subclass has the model, its gradients and its optimizer.
 
-    ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the
-    optimizer steps, and is the position in the schedule. A subclass restores it with its state. :attr:`scorer`
-    computes the results of the output layer. A subclass may let the ranks of :attr:`_context` share each pack.
+    ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the optimizer
+    steps, and is the position in the learning-rate schedule; a subclass restores it with its state. :attr:`scorer`
+    computes log-probabilities and entropies from the last hidden states. A subclass may set :attr:`_context`, the group
+    of ranks that share each pack.
     """
 
     _context: ContextGroup | None = None
@@ -122,7 +123,7 @@ class PolicyEngine(TrainEngine):
                 yield part, self.forward(part)[0]
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
-        """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
+        """Add ``part``'s term to the gradient of the mean loss over all ranks' ``tokens``; return sums over its own."""
         scale = self._gradient_scale / tokens
         with self._backend.range("hwrl.forward"), self._scoring_for(part, loss, scale):
             logprobs, entropy = self.forward(part)
@@ -132,17 +133,17 @@ class PolicyEngine(TrainEngine):
         return sums
 
     def _scoring_for(self, part: MicroBatch, loss: TokenLoss, scale: float) -> AbstractContextManager[None]:
-        """Let the scorer make scores for ``loss``; if that is token-local, with the gradients of it times ``scale``."""
+        """Let the scorer prepare for ``loss``; for a token-local one, it computes the gradients, times ``scale``."""
         known = functools.partial(_loss_gradient, part, loss, scale) if loss.token_local else None
         return self.scorer.for_loss(known, entropy_gradient=loss.needs_entropy_gradient)
 
     def _loss(
         self, part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, *, loss: TokenLoss
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the sum of ``loss`` over the micro-batch's tokens, and detached sums over ``part``'s own (float64).
+        """Return the sum of ``loss`` over the micro-batch's tokens, and metrics summed over ``part``'s own (float64).
 
-        Ranks that share a pack see all its tokens, unless the loss is token-local: a row may be divided among them. So
-        each takes the gradient of the whole sum, by its own log-probabilities.
+        Ranks may share a pack, and so divide a row. If the loss is not token-local, each rank then computes it for all
+        tokens of the pack, and takes the gradient of the whole sum by its own log-probabilities.
         """
         entropy = entropy if loss.needs_entropy_gradient else entropy.detach()
         inputs, own = part.loss_inputs(logprobs, entropy, slice(None)), slice(None)
@@ -188,7 +189,7 @@ class PolicyEngine(TrainEngine):
         return PackShare() if self._context is None else self._context.share
 
     def packing_pays(self, real_share: float) -> bool:
-        """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
+        """Return whether packs are faster than padded rows. In the rows, a part ``real_share`` of the tokens is real.
 
         Without a fused kernel the boundaries cost up to a quarter of a step of the demo, on a CPU core.
         """
@@ -217,7 +218,7 @@ class PolicyEngine(TrainEngine):
         return {name: value / tokens for name, value in zip(names, sums, strict=True)}
 
     def _reduce(self, values: list[float], *, op: Literal["sum", "max"]) -> list[float]:
-        """Return ``values`` reduced over the batch. Ranks with the same tokens have the same values."""
+        """Return ``values`` reduced over the ranks. Ranks with the same tokens count once in a sum."""
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float32, device=self._backend.device())
@@ -239,7 +240,7 @@ def _weighted_loss(
 def _loss_gradient(
     part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, entropy: torch.Tensor, targets: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the scaled loss by ``logprobs`` and ``entropy`` of ``targets``; 0 if they do not count.
+    """Return the gradients of the scaled loss by ``logprobs`` and ``entropy`` of ``targets``; 0 for padding.
 
     The second is None if the loss does not need it.
     """

@@ -24,7 +24,7 @@ def score_chunk(logits: torch.Tensor, targets: torch.Tensor, temperature: float)
     normalizer = scaled.logsumexp(-1)
     inside = (targets >= 0) & (targets < logits.shape[-1])
     chosen = scaled.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
-    shifted = scaled.sub_(normalizer[:, None])  # so that no large numbers cancel
+    shifted = scaled.sub_(normalizer[:, None])  # first, so that large logits do not cancel
     return torch.stack([normalizer, chosen, shifted.exp().mul_(shifted).sum(-1)])
 
 
@@ -91,9 +91,9 @@ The second is None if the loss does not need the entropy's gradient.
 class OutputScorer:
     """Computes log-probability and entropy of targets from hidden states, a chunk of positions at a time.
 
-    At most ``chunk_logits`` logits exist at once (a position's at least). The backward pass computes the logits of a
-    chunk again, unless :meth:`for_loss` knows the gradients. An engine may replace ``forward`` and ``backward`` by
-    compiled versions.
+    At most ``chunk_logits`` logits exist at once, but at least those of one position. The backward pass computes the
+    logits of a chunk again, unless :meth:`for_loss` got the gradients. An engine may replace ``forward`` and
+    ``backward`` by compiled versions.
     """
 
     temperature: float = 1.0
@@ -123,9 +123,9 @@ class OutputScorer:
     ) -> torch.Tensor:
         """Return log-probability and entropy of ``targets`` (2 × positions, float32).
 
-        The entropy has a gradient only inside of :meth:`for_loss`, if asked for.
         ``hidden`` (positions × size), ``weight`` (vocabulary × size), ``bias`` (vocabulary or None), ``targets``
-        (positions, int64). Under autocast the product is computed in its dtype.
+        (positions, int64). The entropy has a gradient only inside :meth:`for_loss` with ``entropy_gradient``. Under
+        autocast the product is computed in autocast's dtype.
         """
         kind = hidden.device.type
         casts = torch.amp.is_autocast_available(kind)  # not on the meta device
@@ -141,9 +141,9 @@ class OutputScorer:
         return 16 * min(self.chunk_logits, positions * vocabulary)
 
     def of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the same from ``logits`` (positions × vocabulary, all of it), for models that compute them."""
+        """Return log-probability and entropy of ``targets`` from ``logits`` (positions × the whole vocabulary)."""
         score = functools.partial(_score_logits, entropy_gradient=self.entropy_gradient)
-        parts = [logits[:0, :2].t().float()] + [  # without positions, too, the result belongs to the graph
+        parts = [logits[:0, :2].t().float()] + [  # connects the result to the graph if there are no positions
             checkpoint(score, logits[chunk], targets[chunk], self.temperature, use_reentrant=False)
             for chunk in self.chunks(*logits.shape)
         ]
@@ -158,7 +158,7 @@ class OutputScorer:
 
 
 class _Score(torch.autograd.Function):
-    """The chunks' scores. Only the inputs, or their gradients, stay for the backward pass."""
+    """The chunks' scores. Only the inputs or their gradients stay in memory for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, targets: Any, scorer: OutputScorer) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PartT = TypeVar("_PartT")
 
 _SHARE = 4
-"""Whole weights or gradients stay on the device if they need at most one part in so many of the free memory."""
+"""Whole weights or gradients stay on the device if they need at most 1 / ``_SHARE`` of the free memory."""
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -49,7 +49,7 @@ def _shard_ranks(ranks: int, wanted: int | None) -> int:
 
 
 def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return those of ``layers`` that are in no other."""
+    """Return the modules of ``layers`` that are inside no other one of them."""
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     return [layer for layer in layers if id(layer) not in inner]
 
@@ -57,7 +57,8 @@ def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 def whole_fits(memory: StateMemory, usable_nbytes: int) -> tuple[bool, bool]:
     """Return whether whole weights can stay between the passes of a step, and whether whole gradients can, too.
 
-    A rank can still allocate ``usable_nbytes`` beside its parameters; its gradients and moments come later.
+    A rank can still allocate ``usable_nbytes`` beside its parameters. Its own gradients and moments are not allocated
+    yet, and need a part of these bytes.
     """
     room = (usable_nbytes - (0 if memory.on_host else memory.gradients + memory.moments)) / _SHARE
     return memory.whole_weights <= room, memory.whole_weights + memory.whole_gradients <= room
@@ -76,14 +77,14 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 class ShardedModel:
     """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
 
-    With ``shard_ranks`` so many neighbours share one copy of the model, and the other ranks have copies of it.
-    ``memory`` describes the model on these ranks. If it is ``on_host``, so are parameters, gradients and with them the
-    optimizer's state; the passes run on the device. Parameters on the meta device never exist whole.
+    With ``shard_ranks``, that many neighbouring ranks hold one copy of the model, and the next ones another copy.
+    ``memory`` describes the model on these ranks. If it is ``on_host``, parameters and gradients are in host memory,
+    and the optimizer's state with them; the passes run on the device. Parameters on the meta device never exist whole.
 
-    Ranks gather the weights of a layer when they run it. :meth:`passes` gathers them only once for all passes of a
-    step, if :attr:`keeps_weights`. It reduces the gradients once, if :attr:`keeps_gradients`. Whole weights need the
-    bytes of the model in ``dtype`` on each rank, and whole gradients as much in float32. ``usable_nbytes`` returns the
-    bytes that this rank can still allocate.
+    Ranks gather the weights of a layer when they run it. If :attr:`keeps_weights`, :meth:`passes` gathers them once for
+    all passes of a step. If :attr:`keeps_gradients`, it reduces the gradients once. Whole weights need the bytes of the
+    whole model in ``dtype`` on each rank, and whole gradients those of the whole model in float32. ``usable_nbytes``
+    returns the bytes that this rank can still allocate.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class ShardedModel:
         return owed
 
     def shards(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, WeightShard]]:
-        """Yield this rank's part of each parameter in ``named``, on the device, to gather the first copy of the model.
+        """Yield this rank's part of each parameter in ``named``, on the device.
 
-        On ranks of other copies the part is empty.
+        The parts of the first copy of the model make the whole; on the ranks of other copies, they are empty.
         """
         for name, tensor in named:
             own, dim, _ = own_slice(tensor)
@@ -171,8 +172,8 @@ class ShardedModel:
     def passes(self, parts: Iterable[_PartT]) -> Generator[_PartT]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.
 
-        All ranks must have the same number of parts. A caller that stops early closes the generator; that drops the
-        whole gradients of the passes before.
+        All ranks must have the same number of parts. A caller that stops early must close the generator. This drops
+        the whole gradients of earlier passes.
         """
         rest = list(parts)
         self._has_whole_gradients = False
@@ -191,7 +192,7 @@ class ShardedModel:
                 self.reshard()
 
     def _abandon(self) -> None:
-        """Forget the failed pass, and free the gradients that are not reduced yet; torch has no public way to that."""
+        """Forget the failed pass, and free gradients that wait for their reduction; torch has no public way."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         if hasattr(self.model, "reset_iter_state"):  # from torch 2.13 on; it waits for collectives, too
@@ -211,7 +212,7 @@ class ShardedModel:
                         one._unsharded_param.grad = None
 
     def reshard(self) -> None:
-        """Free the whole weights, if some are there; collective calls without a backward pass leave them."""
+        """Free the whole weights, if there are any. A forward pass without a backward pass leaves them."""
         for module in self._modules():
             module.reshard()
 

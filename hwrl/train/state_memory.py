@@ -16,12 +16,12 @@ _MOMENTS = 8
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on the rank with the most, in a step.
+    """Bytes of the fullest rank in a step.
 
     ``parameters``, ``gradients`` and ``moments`` are the rank's own; they are in host memory if ``on_host``, else on
-    the device. The rest is always on the device. ``compute_copy`` is one rank's copy in the dtype of the computation.
-    ``gathered`` are whole weights of layers, and ``reducing`` whole gradients before they are reduced, each at its
-    most. ``whole_weights`` and ``whole_gradients`` are what the two would be with all of the model.
+    the device. The rest is always on the device. ``compute_copy`` is the copy in the dtype of the computation, without
+    sharding. ``gathered`` is the peak of gathered weights, and ``reducing`` the peak of gradients before reduction, if
+    the ranks gather layer by layer. ``whole_weights`` and ``whole_gradients`` are the same for the whole model at once.
     """
 
     parameters: int
@@ -47,7 +47,7 @@ class StateMemory:
     ) -> StateMemory:
         """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
 
-        ``model`` is whole. Its parameters have the dtypes that are stored, and those of an adapter's base are frozen.
+        ``model`` is whole. Its parameters have the dtypes in which they are stored; an adapter's base is frozen.
         ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`).
         """
         everything = list(model.parameters())
@@ -72,10 +72,10 @@ class StateMemory:
 def _of_layers(
     everything: Sequence[torch.nn.Parameter], layers: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Return the bytes of gathered weights and of whole gradients, if both live for a layer at a time.
+    """Return the peaks of gathered weights and of whole gradients, if ranks gather layer by layer.
 
-    The rest of the model stays gathered during a pass. Beside it are the layer that runs and the one that is gathered
-    ahead. A layer's gradients exist in ``dtype``, and again in float32 on their way to the shards.
+    Parameters outside the layers stay gathered during a pass. Beside them are the layer that runs and the next one,
+    gathered ahead. A layer's gradients exist in ``dtype``, and again in float32 on their way to the shards.
     """
     in_layers = [list(layer.parameters()) for layer in layers]
     inside = {id(one) for parameters in in_layers for one in parameters}
@@ -91,7 +91,7 @@ def _numel(parameters: Sequence[Any]) -> int:
 
 
 def _shard_numel(parameter: torch.nn.Parameter, shards: int) -> int:
-    """Return the numbers in the largest part, if the first dimension is divided, rounded up."""
+    """Return the number of elements in the largest shard: the first dimension is divided, rounded up."""
     if not parameter.dim():
         return 1
     return -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
