@@ -1,4 +1,4 @@
-"""A platform for verl, ``hwrl``: verl's device is that of this process's backend.
+"""A platform for verl, ``hwrl``: verl uses the device of this process's backend.
 
 verl imports this module by the entry point ``verl.plugins``, and logs an error of the import at debug level only. With
 ``VERL_USE_EXTERNAL_MODULES=hwrl_verl.platform`` such an error ends verl.

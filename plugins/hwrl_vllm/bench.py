@@ -134,7 +134,7 @@ class EngineProcess(ABC):
 
     @abstractmethod
     def finish(self, part: str, rows: Any) -> None:
-        """Send the part's rows to the trainer; the trainer writes those of both processes."""
+        """Send the part's rows to the trainer. The trainer writes the rows of both processes."""
 
     def measure_part(self, name: str) -> None:
         """Measure one part: "updates" or "sleep"."""

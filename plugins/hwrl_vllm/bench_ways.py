@@ -122,7 +122,7 @@ class VllmTransfer(TransferWay):
         """Send by vLLM's own code for a trainer."""
 
     def _decode(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for vLLM's worker from those that were sent."""
+        """Return the arguments for vLLM's worker, from the arguments that the trainer sent."""
         return arguments
 
     def _post(self, method: str, **arguments: Any) -> None:

@@ -38,7 +38,7 @@ class ServerClient:
             )
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         is_tls = urllib.parse.urlsplit(url).scheme == "https"  # a proxy cannot read it
-        self._opener = urllib.request.build_opener(*([] if is_tls else [urllib.request.ProxyHandler({})]))
+        self._open = urllib.request.build_opener(*([] if is_tls else [urllib.request.ProxyHandler({})])).open
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})
@@ -64,7 +64,7 @@ class ServerClient:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
         try:
-            self._opener.open(request, timeout=self._timeout_s).close()
+            self._open(request, timeout=self._timeout_s).close()
         except urllib.error.HTTPError as exc:
             with exc:
                 answer = _KEY.sub("#…", exc.read(_SHOWN_NBYTES).decode(errors="replace"))

@@ -77,7 +77,7 @@ def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
 
 
 def require_places(without_place: Iterable[Sequence[str]]) -> None:
-    """Raise ConfigError if any worker has such layers; ``without_place`` has those of each worker."""
+    """Raise ConfigError if a worker found layers without a place. ``without_place`` has each worker's list."""
     layers = sorted(set().union(*without_place))
     if layers:
         raise ConfigError(

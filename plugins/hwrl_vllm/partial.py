@@ -24,7 +24,7 @@ class PartialResponse:
     core_request: Any
     stops: StopFinder | None = None
     stop: str | int | None = None
-    """The stop that ended the response, a text or a token id; None so far or without one."""
+    """The stop that ended the response, a text or a token id; None if there is none."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     _spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)

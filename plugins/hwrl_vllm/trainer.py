@@ -84,7 +84,7 @@ class TransferTrainer:
     def __init__(self, init_info: TransferTrainerInit, *, client: TransferClient, source: Any) -> None:
         self._init, self._client, self._source = init_info, client, source
         self.version = 0
-        """The number of calls of :meth:`send_weights` so far, failed ones too. It is the version of the last one."""
+        """The number of calls of :meth:`send_weights`, failed calls included. Each call's number is its version."""
         if not init_info.is_sender:
             return
         self._store = serve_store(init_info.host)

@@ -52,12 +52,16 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def engine_of(engines: ModuleType, *, rank: int = 0, async_save: bool = False, last: int = 1) -> Any:
+def engine_of(
+    engines: ModuleType, *, rank: int = 0, async_save: bool = False, last: int = 1, offloaded: bool = False
+) -> Any:
     engine = engines.HwrlEngineWithLMHead()
     engine.rank, engine.module = rank, torch.nn.Linear(4, 4)
     engine.optimizer = torch.optim.AdamW(engine.module.parameters())
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
-    engine._offloader = Offloader(engine.module, engine.optimizer)
+    engine._offloader = offloader = Offloader(engine.module, engine.optimizer)
+    if offloaded:
+        offloader.offload()
     contents = ["model", "optimizer", "extra"]
     engine.checkpoint_config = SimpleNamespace(save_contents=contents, load_contents=contents, async_save=async_save)
     engine.optimizer_config = SimpleNamespace(total_training_steps=last)
@@ -82,13 +86,11 @@ def test_an_offloaded_model_is_offloaded_again_if_verl_cannot_gather_its_weights
     def refuse(self: Any) -> None:
         raise RuntimeError("no room to gather")
 
-    engine = engine_of(engines)
+    engine = engine_of(engines, offloaded=True)
     monkeypatch.setattr(engines.FSDPEngineWithLMHead, "get_per_tensor_param", refuse, raising=False)
-    engine._offloader.offload()
     with pytest.raises(RuntimeError, match="no room to gather") as raised:
         engine.get_per_tensor_param()
     assert engine.module.weight.untyped_storage().nbytes() == 0, f"it is on the device while {raised} is handled"
-    engine._offloader.close()
 
 
 def until(is_so: Callable[[], bool]) -> bool:
