@@ -58,8 +58,8 @@ class AsyncWeights:
     stops running requests, and they continue with the new weights.
 
     A failed update raises the errors of :class:`~hwrl_vllm.TransferTrainer`, and the requests continue with the old
-    weights. With ``keep_old_version=False`` the server has weights of two versions then. So its requests stay stopped
-    until an update succeeds.
+    weights. After a failed load, or with ``keep_old_version=False``, the server may have weights of two versions. Then
+    its requests stay stopped until an update succeeds.
     """
 
     def __init__(self, url: str, *, plain_http: bool = False, **settings: Any) -> None:
@@ -81,7 +81,7 @@ class AsyncWeights:
         try:
             self._sender.send(iterator)
         except BaseException as exc:
-            if TransferTrainerInit(**self._settings).keep_old_version:
+            if self._sender.has_whole_version:
                 attempt_all(self.resume, after=exc)  # after an error TRL does not resume
             raise
 
@@ -111,6 +111,11 @@ class ServerWeights:
             described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in named]
         self._weights.described, self._weights.named = described, named
         self._trainer.send_weights()
+
+    @property
+    def has_whole_version(self) -> bool:
+        """See :attr:`~hwrl_vllm.TransferTrainer.has_whole_version`."""
+        return self._trainer.has_whole_version
 
     def close(self) -> None:
         """Close the connection. May be called again."""

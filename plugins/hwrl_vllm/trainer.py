@@ -101,6 +101,11 @@ class TransferTrainer:
             timeout_s=init_info.timeout_s,
         )
 
+    @property
+    def has_whole_version(self) -> bool:
+        """Whether vLLM's weights are of one version, old or new, as far as rank 0 knows. If not, send again first."""
+        return not self._init.is_sender or self._workers.has_whole_version
+
     @classmethod
     def trainer_init(cls, init_info: TransferTrainerInit, *, client: TransferClient, source: Any) -> TransferTrainer:
         """Return the trainer's end after all workers have joined. Call it on every rank."""
@@ -204,6 +209,7 @@ class _Workers:
     """vLLM's workers, as the receivers of one engine. Calls return no results, so workers answer in the store."""
 
     version = -1
+    has_whole_version = True
     failure = ""
     """Why workers do not have the newest version; empty if all have it."""
 
@@ -233,16 +239,20 @@ class _Workers:
 
     def receive_weights(self, offer: WeightOffer) -> int | None:
         """Let the workers take ``offer``. Return the number of the proposal that all of them have, or None."""
+        self.has_whole_version = self._keeps_old
         taken = self._call(self.consequence, offer=asdict(offer))
         self.failure = self._reasons(one.proposal == 0 and one.why for one in taken)
         found = {one.proposal for one in taken}
         self._proposal = found.pop() if len(found) == 1 else 0
+        self.has_whole_version = self._keeps_old or self._proposal > 0
         return self._proposal or None
 
     def install(self) -> None:
         """Load the received version into every worker's model. Without ``keeps_old`` it is there already."""
         if self._keeps_old:
+            self.has_whole_version = False
             self._call("its weights are of two versions, until a whole version is sent", install=self._proposal)
+            self.has_whole_version = True
 
     def _call(self, consequence: str, **what: Any) -> list[Taken]:
         """Call the workers with the fields ``what`` of ``TransferUpdate``, and return their answers.

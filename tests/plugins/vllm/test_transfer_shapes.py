@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
     with pytest.raises(EngineError, match="rank 1: OutOfMemoryError: the device is full"):
         trainer.send_weights()
     full.clear()
-    assert same(workers, old) and not any(one.is_updating for one in workers.workers)
+    assert trainer.has_whole_version and same(workers, old) and not any(one.is_updating for one in workers.workers)
     trainer.send_weights()
     assert same(workers, model)
 
@@ -155,8 +156,21 @@ def test_a_load_that_fails_says_that_weights_are_mixed_and_the_next_one_repairs_
     trainer = trainer_for(workers, model)
     with pytest.raises(EngineError, match=r"weights are of two versions(.|\n)*rank 1: RuntimeError: no room for it"):
         trainer.send_weights()
+    assert not trainer.has_whole_version
     broken.fails = False
     trainer.send_weights()
+    assert same(workers, model) and trainer.has_whole_version
+
+
+def test_a_transfer_in_place_that_fails_leaves_no_whole_version(workers_of: MakeWorkers) -> None:
+    workers, model = workers_of(), tiny_model()
+    broken = workers.workers[1].model
+    trainer = trainer_for(workers, model, keep_old_version=False, timeout_s=2.0)
+    for fails in (True, False):
+        broken.fails = fails
+        with pytest.raises(EngineError, match="weights are of two versions") if fails else nullcontext():
+            trainer.send_weights()
+        assert trainer.has_whole_version != fails
     assert same(workers, model)
 
 
