@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
-"""How long the loop's thread may take to end. A thread that a workflow blocks for longer stays behind."""
+"""How long the loop's thread may take to end. A workflow may block it for longer; then the thread is left behind."""
 
 
 class PolicyClient:
@@ -351,7 +351,7 @@ class WorkflowGenerator(SampleGenerator):
         asyncio.run_coroutine_threadsafe(_stop(self._loop), self._loop)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            _log.warning("a workflow blocks the event loop, and is left behind")
+            _log.warning("a workflow blocks the event loop or ignores its cancellation, and is left behind")
         else:
             self._loop.close()
 
