@@ -66,9 +66,9 @@ class LeaseQueue:
         self._waiting = [lease for lease in self._waiting if lease not in ready and lease.incarnation >= incarnation]
         return ready
 
-    def drop_others(self, *, incarnation: int) -> None:
-        """Drop the waiting leases of all incarnations but this one."""
-        self._waiting = [lease for lease in self._waiting if lease.incarnation == incarnation]
+    def drop_older(self, *, incarnation: int) -> None:
+        """Drop the waiting leases of earlier incarnations. Those of a later one wait for its weights."""
+        self._waiting = [lease for lease in self._waiting if lease.incarnation >= incarnation]
 
 
 class ProgressReports:

@@ -94,8 +94,12 @@ class ControlChannel:
         self._keys.set(_key(Note.DECISION, proposal.number), write_message(decision.kind, decision.detail))
 
     def give_up(self, proposal: Proposal, why: str) -> None:
-        """Tell the receivers that no proposal follows. Does nothing if ``proposal`` was committed or never visible."""
-        if self.newest() < proposal.number:
+        """Tell the receivers that no proposal follows.
+
+        Does nothing if ``proposal`` was committed or never visible, or if its sender is deposed: the receivers then
+        wait for the new sender.
+        """
+        if self.newest() < proposal.number or self.epoch() != proposal.epoch:
             return
         decision = self.decision(proposal)
         if decision is None or decision.kind is DecisionKind.AGAIN:

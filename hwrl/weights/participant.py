@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,6 +20,8 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverRound, Transport, TransportReceiver
 
+_HELD_S = 1.0
+"""A transfer that takes longer may be held. From then on the receiver looks whether the round is over."""
 _log = logging.getLogger("hwrl.weights")
 
 
@@ -48,13 +53,40 @@ class Participant:
 
     def _take_part(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
         """Take part in a two-phase commit: receive, vote, and wait for the decision."""
-        with clock(self._transport.stage), torch.no_grad():
+        with self._ended_with_round(receiving), clock(self._transport.stage), torch.no_grad():
             vote = self._receive_and_compare(receiving, sums, clock)
         with clock("vote"):
             receiving.cast(vote)
             decision = receiving.wait_for_decision()
         committed = decision is not None and decision.kind is DecisionKind.COMMITTED
         return receiving.proposal if committed else None
+
+    @contextlib.contextmanager
+    def _ended_with_round(self, receiving: ReceiverRound) -> Iterator[None]:
+        """Abort the transfer in the block when its round is over: the sender waits no longer for this receiver.
+
+        A collective library may hold an operation that begins while its peer leaves, until the transfer's limit.
+        """
+        lock, ended = threading.Lock(), threading.Event()
+
+        def look() -> None:
+            while not ended.wait(receiving.timing.look_s):
+                with contextlib.suppress(CommError, TransferFailedError):  # the receiver meets these by itself
+                    over = receiving.is_over()
+                    with lock:
+                        if over and not ended.is_set():
+                            self._end.abort()
+                            return
+
+        watch = threading.Timer(_HELD_S, look)
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with lock:  # so that nothing is aborted after the block
+                ended.set()
 
     def _receive_and_compare(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Vote:
         try:

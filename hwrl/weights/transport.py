@@ -371,6 +371,10 @@ class MemberRound:
         """Wait for the sender's decision; return None if another proposal or sender has come instead."""
         return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
 
+    def is_over(self) -> bool:
+        """Return whether the sender has decided, or another proposal or sender has come instead."""
+        return self._is_replaced() or self.channel.decision(self.proposal) is not None
+
     def _wait(self, name: str, find: Callable[..., _Found | None], limit_s: float) -> _Found | None:
         """Wait for a note of the sender; return None if its decision, another proposal or another sender came first."""
         deadline = time.monotonic() + limit_s
@@ -381,7 +385,7 @@ class MemberRound:
             if found is not None:
                 return found
             self.cancellation.check()
-            if self._is_over() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):
+            if self._is_replaced() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):
                 return find(self.proposal, timeout_s=0.0)  # the note may have been written just before
             if left_s <= 0:
                 raise TransferFailedError(
@@ -391,7 +395,7 @@ class MemberRound:
                     fix="check that the sender is alive, then receive again",
                 )
 
-    def _is_over(self) -> bool:
+    def _is_replaced(self) -> bool:
         return not self.is_newest() or self.channel.epoch() != self.proposal.epoch
 
 

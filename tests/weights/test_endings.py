@@ -1,5 +1,7 @@
 """Transfers without a commit: nobody waits forever, and all waiting ends learn the reason."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +12,12 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
+from hwrl.errors import CommAbortedError, CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import ReceiverTiming, WeightSource
 from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Start, Vote, VoteKind
-from hwrl.weights.transport import SenderRound
+from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
 from tests.support.weight_link import (
@@ -63,6 +65,26 @@ class Failing(IpcReceiver):
         raise CommError("the memory is gone", why="a test", fix="none")
 
 
+class Held(DeviceReceiver):
+    """Its library holds an operation whose peer has left, as Gloo may, until another thread aborts the group."""
+
+    def __init__(self, context: ReceiverContext) -> None:
+        super().__init__(context)
+        self._aborted, self._thread = threading.Event(), threading.current_thread()
+
+    def receive(self, *args: Any) -> torch.Tensor:
+        self._thread = threading.current_thread()
+        with contextlib.suppress(CommError):
+            super().receive(*args)
+        self._aborted.wait(3 * SOON_S)
+        raise CommAbortedError("the group was aborted", why="a test", fix="none")
+
+    def abort(self) -> None:
+        super().abort()
+        if threading.current_thread() is not self._thread:
+            self._aborted.set()
+
+
 def _interrupt(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
@@ -83,6 +105,20 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
             sender.publish(1, weights.source())
         assert (weights.begun, weights.ended) == (1, 1)
         with pytest.raises(TransferFailedError):
+            waiting()
+        assert time.monotonic() - begin < SOON_S
+
+
+def test_a_receiver_held_in_a_transfer_learns_soon_that_the_sender_gave_up(store: Store) -> None:
+    weights = Collective(fault="wrong tensor")
+    with (
+        sender_of(store, slab_nbytes=4096, timeout_s=60.0) as sender,
+        receiver_of(store, transports=received_by("device", Held)) as receiver,
+    ):
+        waiting, begin = beside(lambda: receiver.receive(timeout_s=60.0)), time.monotonic()
+        with pytest.raises(LayoutMismatchError):
+            sender.publish(1, weights.source())
+        with pytest.raises(TransferFailedError, match="LayoutMismatchError"):
             waiting()
         assert time.monotonic() - begin < SOON_S
 
@@ -177,6 +213,7 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
         with sender_of(store, timeout_s=60.0) as second:
             with pytest.raises(TransferFailedError, match="deposed"):
                 publishing()
+            assert channel_of(store).decision(proposal) is None, "receivers wait for the new sender"
             hangs.close()
             assert dict(second.publish(3, model_of(3)).excluded) == {}
             assert waiting().version == 3
