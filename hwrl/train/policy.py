@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import zlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, LossInputs, TokenLoss, TrainEngine
 from hwrl.train.activations import ranks_on_device, usable_nbytes
 from hwrl.train.context_parallel import ContextGroup
@@ -40,6 +41,7 @@ class PolicyEngine(TrainEngine):
         self.scorer = OutputScorer(settings.temperature)
         self.updates = 0
         self._backend, self._group = backend, group
+        self._agreed_loss: TokenLoss | None = None
         self._ranks_on_device = ranks_on_device(group, backend)
 
     # -- implemented by a subclass ------------------------------------------------------------------------------
@@ -88,6 +90,7 @@ class PolicyEngine(TrainEngine):
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
                     inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
             norm = self._clip_gradients()
+            self._require_same_metrics(totals, loss)
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
@@ -211,6 +214,21 @@ class PolicyEngine(TrainEngine):
     @property
     def _ranks(self) -> int:
         return 1 if self._group is None else self._group.size
+
+    def _require_same_metrics(self, metrics: Iterable[str], loss: TokenLoss) -> None:
+        """Raise DataError on all ranks if the names of their ``metrics`` differ. Collective, once for each ``loss``."""
+        if loss is self._agreed_loss:
+            return
+        names = ", ".join(sorted(metrics))
+        number = float(zlib.crc32(names.encode()) >> 8)  # exact in float32
+        most, negative_least = self._reduce([number, -number], op="max")
+        if most != -negative_least:
+            raise DataError(
+                "the loss returned other metrics on another rank",
+                why=f"on this rank the step's metrics are {names}",
+                fix="return the same metrics every time, also without tokens",
+            )
+        self._agreed_loss = loss
 
     def _mean_over_ranks(self, totals: Mapping[str, torch.Tensor], tokens: float) -> dict[str, float]:
         names = sorted(totals)

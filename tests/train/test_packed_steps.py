@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces import Batch
+from hwrl.errors import DataError
+from hwrl.interfaces import Batch, LossInputs
 from hwrl.testing.processes import run_processes
-from hwrl.train import PolicyLoss
+from hwrl.train import PolicyLoss, UserLoss
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join
 from tests.support.packed_steps import assert_same_steps, steps_in_both_forms
 
@@ -53,8 +54,13 @@ def test_two_ranks_with_packs_take_the_step_of_padded_rows(model_directory: Path
         assert_same_steps(steps)
 
 
+def speechless_without_tokens(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = -inputs.advantages * inputs.logprobs
+    return loss, {"surprise": -inputs.logprobs, "size": loss.abs()} if len(loss) else {}
+
+
 def idle(rank: int, model_directory: Path, address: str) -> list[int]:
-    """Take a step in packs on 20 rows or on one; return the number of forward passes, and whether it was finite."""
+    """Take a step in packs on 20 rows or on one, then a step without tokens on one rank; return the first's passes."""
     group = join(rank, address, 2)
     engine = engine_on(model_directory, group, micro_batch_tokens=20)
     engine.packing_pays = lambda real_share: True  # type: ignore[method-assign] # also without a fused kernel
@@ -62,6 +68,8 @@ def idle(rank: int, model_directory: Path, address: str) -> list[int]:
     mine = batch if rank == 0 else batch.select(torch.tensor([3]))
     passes = len(engine.plan(mine))
     assert torch.tensor(list(engine.train_batch(mine, loss=PolicyLoss()).values())).isfinite().all()
+    with pytest.raises(DataError, match="other metrics on another rank"):
+        engine.train_batch(replace(batch, mask=batch.mask & (rank == 0)), loss=UserLoss(speechless_without_tokens))
     assert group is not None
     group.close()
     return [passes]
