@@ -60,14 +60,20 @@ class Comm:
         return TorchGroup(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store())
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
-        """Return a group of some ranks of the default group, and None on the others; every rank must call it."""
+        """Return a group of some ranks of the default group, and None on the others; every rank must call it.
+
+        The group counts its ranks in the default group's order, whatever the order of ``ranks``.
+        """
         default = self.default_group()
         collectives = collectives_of(self.backend)
         timeout = collectives.library_timeout(timeout_s)
-        process_group = dist.new_group(list(ranks), timeout=timeout, backend=collectives.group_library())
+        name = f"ranks {','.join(str(rank) for rank in ranks)}"
+        try:
+            process_group = dist.new_group(list(ranks), timeout=timeout, backend=collectives.group_library())
+        except (RuntimeError, ValueError) as exc:
+            raise translated(exc, f"make the group of {name}") from exc
         if default.rank not in ranks:
             return None
-        name = f"ranks {','.join(str(rank) for rank in ranks)}"
         store = PrefixStore(process_group.group_name, default.store)
         return TorchGroup(self.backend, process_group, name=name, store=store, timeout_s=timeout_s)
 

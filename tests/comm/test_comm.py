@@ -106,8 +106,11 @@ def _default_and_standalone(rank: int, address: str) -> tuple[Any, ...]:
         with comm.standalone_group(store, rank=0, size=1, name=f"alone {rank}") as alone:
             alone.barrier()
         assert (dist.get_world_size(), dist.group.WORLD) == before
+        with pytest.raises(CommError, match=r"make the group of ranks 0,2 failed"):
+            comm.new_group([0, 2])
         pair, lonely = comm.new_group([1, 0]), comm.new_group([1])
         assert pair is not None and (lonely is None) == (rank == 0)
+        assert pair.rank == rank
         total = torch.ones(1)
         pair.all_reduce(total)
         with pytest.raises(UnsupportedError, match="torch made it"):
