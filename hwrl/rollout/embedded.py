@@ -71,10 +71,10 @@ class EmbeddedEngine(RolloutEngine):
 
     A sleep of level 2 keeps the buffers outside a checkpoint, because no trainer sends them.
 
-    It can receive weights straight into the model, as one receiver.
+    It can receive weights straight into the model. It is one receiver (``receivers`` is 1).
 
-    Samples depend only on ``seed``, the request's number and the model, not on other running requests; with a seed of
-    the request's own, not on the engine's and the number. Devices may differ by rounding. Stop texts need ``decode``.
+    Samples depend only on ``seed``, the request's number and the model, not on other running requests. A request with a
+    seed of its own depends on that seed and the model only. Devices may differ by rounding. Stop texts need ``decode``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EmbeddedEngine(RolloutEngine):
         self._base, self._adapter = saved_weights(model)
         self._receiver = EngineReceiver(0, backend=self._backend, make_destination=self._make_destination)
         self._asleep: frozenset[str] = frozenset()
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the size to restore at the wake-up
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
@@ -314,7 +314,10 @@ class EmbeddedEngine(RolloutEngine):
             yield len(alike[0]), len(alike)
 
     def _prefill(self, rows: slice, copies: Sequence[int]) -> None:
-        """Run the model on the prompts of ``rows``, each for as many rows as ``copies`` says; sample their tokens."""
+        """Run the model once on each prompt of ``rows``, and sample the first token of each row.
+
+        ``copies`` has the number of rows with each prompt.
+        """
         counts = torch.tensor(copies, device=self._device)
         firsts = rows.start + counts.cumsum(0) - counts
         lengths = self._length[firsts]

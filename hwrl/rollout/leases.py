@@ -53,7 +53,7 @@ class LeaseQueue:
         return self._request is None and not self._waiting
 
     def refill(self, *, room: int) -> None:
-        """Request ``room`` leases if none wait, and take the answer of the open request if it is there."""
+        """Request ``room`` leases if none wait. If the answer to the open request has come, take its leases."""
         if self._request is None and not self._waiting and room > 0:
             self._request = self._ledger.lease(room)
         if self._request is not None and self._request.done():
@@ -76,7 +76,7 @@ class ProgressReports:
 
     The loop of the rollouter sends the reports, so a loop that hangs sends none. Leases in generation, and those that
     wait for it, have progress while the generator has (:meth:`~hwrl.rollout.generation.SampleGenerator.has_progress`).
-    A lease at the reward has it always, because the calls have a time limit of their own.
+    A group that is being scored always has progress: the calls of the reward function have a time limit of their own.
     """
 
     def __init__(self, ledger: LedgerClient, *, interval_s: float = 1.0) -> None:

@@ -52,10 +52,7 @@ PromptState = Literal["trained", "filtered", "failed", "owed"]
 
 
 def has_variance(group: PromptGroup) -> bool:
-    """Return whether two trajectories of ``group`` have different rewards. If none have, all advantages are 0.
-
-    Different sums of token rewards count, too.
-    """
+    """Return whether two trajectories of ``group`` have different rewards, or different sums of token rewards."""
     return group.rewards_differ
 
 

@@ -41,11 +41,11 @@ class LoopSettings:
     weights between two tokens, and unfinished responses continue with them. Without it, a waiting update keeps new
     prompts from starting, and is taken when the running ones are finished. With ``sleep_level`` the engine sleeps while
     it is idle (:meth:`~hwrl.interfaces.rollout.RolloutEngine.sleep`); with None it never does.
-    ``eval_temperature`` (0: greedy) and ``eval_samples`` are for evaluations, and so is ``skips_failures``: a prompt
-    that cannot be scored is left out.
+    Evaluations have ``eval_temperature`` (0: greedy) and ``eval_samples`` responses to each prompt. With
+    ``skips_failures`` an evaluation leaves out the prompts that cannot be scored; otherwise it fails.
 
-    The prompts whose sequence number ``trace_every`` divides are traced; with 0 none. ``replica`` is this rollouter's
-    name in traces.
+    One prompt in ``trace_every`` is traced: those with a sequence number that is a multiple of it. With 0 none is.
+    ``replica`` is this rollouter's name in traces.
     """
 
     sampling: Sampling
@@ -96,7 +96,8 @@ class Rollouter:
         self._scoring: list[PendingGroup] = []
         self._incarnation = weights.incarnation  # of the engine's weights
         self._had_weights = False
-        self._next_request_s: float | None = 0.0  # None: weights are requested, and no transfer has ended since
+        # The time of the next request for weights (monotonic clock). None: one is open, and no transfer has ended since.
+        self._next_request_s: float | None = 0.0
         self._step_began_s: float | None = None  # None: outside of run
         self._leaving = threading.Event()
 
@@ -127,7 +128,7 @@ class Rollouter:
         Unfinished prompts are dropped; the ledger gives their leases to others.
         """
         try:
-            while not stop.is_set() and not self._has_left():
+            while not stop.is_set() and not self._is_done_leaving():
                 self._step_began_s = time.monotonic()
                 if not self.step():
                     stop.wait(0.002)
@@ -152,7 +153,8 @@ class Rollouter:
         self._sleep_if_idle()
         return generated
 
-    def _has_left(self) -> bool:
+    def _is_done_leaving(self) -> bool:
+        """Return whether :meth:`leave` was called, and no work is left."""
         busy = self._generator.pending() or self._scoring or self._evaluator.is_active
         return self._leaving.is_set() and self._leases.is_empty and not busy
 
@@ -233,7 +235,7 @@ class Rollouter:
             self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease, spans=spans)
 
     def _trace(self, lease: PromptLease) -> SpanLog | None:
-        """Return the log of a prompt that begins now, with the wait of its lease; None if it is not traced."""
+        """Return the log of a prompt that starts now; None if it is not traced. Its first span is the lease's wait."""
         every = self._settings.trace_every
         if not every or lease.sequence_number % every:
             return None
