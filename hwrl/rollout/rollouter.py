@@ -96,7 +96,7 @@ class Rollouter:
         self._scoring: list[PendingGroup] = []
         self._incarnation = weights.incarnation  # of the engine's weights
         self._had_weights = False
-        # The time of the next request for weights (monotonic clock). None: one is open, and no transfer has ended since.
+        # When to request weights, on the monotonic clock. None: a request is open, and no transfer has ended since.
         self._next_request_s: float | None = 0.0
         self._step_began_s: float | None = None  # None: outside of run
         self._leaving = threading.Event()
