@@ -455,7 +455,7 @@ class Transaction:
 
     def _exclude_failed(self, member: int, why: str) -> None:
         self._exclude([member], why)
-        name = self._names[member]
+        name = self._names.get(member, str(member))
         self._excluded[name] = why  # also if it has joined again meanwhile
         self._failed.add(name)
 
