@@ -81,6 +81,7 @@ def test_each_of_two_processes_has_a_device_and_ranks_train_on_a_staged_group(si
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(450)  # above the limit of its process
 def test_fifty_steps_of_the_demo_learn(site: Path, tmp_path: Path) -> None:
     train(site, tmp_path, "train.steps=50")
     rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "run")]
