@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,8 +18,17 @@ _MOST_IN_A_CALL = 100
 _MOST_CHARACTERS = 500
 
 
+def accepted_name(name: str) -> str:
+    """Return ``name`` with ``_`` for each character that MLflow refuses in the name of a metric or parameter.
+
+    >>> accepted_name("eval/pass@4")
+    'eval/pass_4'
+    """
+    return re.sub(r"[^\w/.\- ]", "_", name)
+
+
 class MlflowTracker(Tracker):
-    """A run in an experiment, ``hwrl`` by default. A resume finds it by its tag."""
+    """A run in an MLflow experiment, ``hwrl`` by default. A resumed run is found by the tag ``hwrl.run_id``."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -44,7 +54,7 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now_ms = time.time_ns() // 10**6
-        points = [Metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        points = [Metric(accepted_name(name), float(value), now_ms, step) for name, value in metrics.items()]
         for start in range(0, len(points), _MOST_IN_A_CALL):
             self._client.log_batch(self._run_id, metrics=points[start : start + _MOST_IN_A_CALL])
 
@@ -58,7 +68,7 @@ class MlflowTracker(Tracker):
     def _log_settings(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        settings = [Param(key, str(value)[:_MOST_CHARACTERS]) for key, value in _flat(config)]
+        settings = [Param(accepted_name(key), str(value)[:_MOST_CHARACTERS]) for key, value in _flat(config)]
         for start in range(0, len(settings), _MOST_IN_A_CALL):
             self._client.log_batch(self._run_id, params=settings[start : start + _MOST_IN_A_CALL])
 

@@ -12,7 +12,7 @@ from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import TrackedRun, Tracker
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
-CONFIG = {"seed": 3, "train": {"steps": 4}, "report": {"trackers": ["wandb"]}}
+CONFIG = {"seed": 3, "train": {"steps": 4}, "report": {"trackers": ["wandb"]}, "goals": {"eval/pass@4": 0.9}}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries warn about others
 
@@ -29,7 +29,7 @@ def track_twice(directory: Path, name: str, **options: Any) -> None:
         life = tracker(name, **options)
         life.start(TrackedRun(RUN_ID, "sorting", directory, CONFIG, resume_step))
         for step in steps:
-            life.log({"reward/mean": step / 10 + resume_step, "actor/loss": 0.5}, step=step)
+            life.log({"reward/mean": step / 10 + resume_step, "eval/pass@4": 0.5}, step=step)
         life.finish("interrupted" if resume_step == 0 else "finished")
 
 
@@ -43,6 +43,8 @@ def test_mlflow_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: py
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "sorting")
     assert run.data.params["train.steps"] == "4"
+    assert run.data.params["goals.eval/pass_4"] == "0.9", "MLflow refuses @ in a name"
+    assert run.data.metrics["eval/pass_4"] == 0.5
     points = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in points) == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 2.3), (4, 2.4)]
 
