@@ -40,6 +40,7 @@ _log = logging.getLogger("hwrl.cuda")
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_UUIDS = ("GPU-", "MIG-")  # beginnings of UUIDs, which may stand for numbers; a part of a divided GPU has no number
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the current name, and the name deprecated in torch 2.9
 _DEVICE_FILES = "dev/nvidia[0-9]*"
 _PCI_VENDOR, _PCI_DISPLAY = 0x10DE, 0x03  # NVIDIA; display controllers, including 3D controllers without a screen
@@ -144,8 +145,10 @@ class CudaDeviceMap(DeviceMap):
         return {VISIBLE: ",".join(self.name(index, env) for index in logical)}
 
     def name(self, logical: int, env: Mapping[str, str]) -> str:
-        names = env.get(VISIBLE, "")  # numbers or UUIDs; the parts of a divided GPU have only UUIDs
-        return names.split(",")[logical].strip() if "-" in names else super().name(logical, env)
+        names = [name.strip() for name in env.get(VISIBLE, "").split(",")]
+        if names[0].startswith(_UUIDS) and 0 <= logical < len(names):
+            return names[logical]
+        return super().name(logical, env)
 
     def ray_options(self, count: float) -> dict[str, Any]:
         return {"num_gpus": count}

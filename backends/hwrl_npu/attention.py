@@ -73,9 +73,10 @@ class FusedAttention:
 
     def _ends(self, cu_seqlens: torch.Tensor) -> list[int]:
         """Return the ends of the sequences, without the empty ones."""
-        if self._known is None or self._known[0]() is not cu_seqlens:
-            self._known = weakref.ref(cu_seqlens), sorted({*cu_seqlens.tolist()} - {0})
-        return self._known[1]
+        known = self._known  # read once: another thread may replace it
+        if known is None or known[0]() is not cu_seqlens:
+            known = self._known = weakref.ref(cu_seqlens), sorted({*cu_seqlens.tolist()} - {0})
+        return known[1]
 
 
 @cache

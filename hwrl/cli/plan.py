@@ -60,9 +60,10 @@ def size(text: str) -> int:
     (85899345920, 1500000000)
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2] not in _UNITS or not math.isfinite(float(found[1])) or float(found[1]) <= 0:
+    nbytes = float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else 0.0
+    if not 1 <= nbytes < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 80GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(nbytes)
 
 
 def _rate(text: str) -> float:

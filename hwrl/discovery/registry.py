@@ -104,7 +104,7 @@ class Registry:
         """
         with self._lock:
             if self._backend is None:
-                return self._adopt(_create(self.choose().plugin))
+                return self._adopt(self._made(self.choose().plugin))
             return self._backend
 
     def set_backend(self, choice: str | Backend) -> None:
@@ -119,7 +119,7 @@ class Registry:
             elif isinstance(choice, Backend):
                 self._adopt(choice)
             else:
-                self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
+                self._adopt(self._made(self._choose_named(choice, asked_by="set_backend").plugin))
 
     def host_backend(self) -> Backend:
         """Return the fallback backend, which serves the host of every device; it may be the chosen one.
@@ -229,6 +229,10 @@ class Registry:
             )
             self._installed = Installed(found, load_backend)
         return self._installed
+
+    def _made(self, plugin: Plugin) -> Backend:
+        """Return the plugin's backend: the host's backend if the plugin made it already, else a new one."""
+        return self._host if self._host is not None and self._host.info == plugin.info else _create(plugin)
 
     def _adopt(self, backend: Backend) -> Backend:
         self._backend = backend

@@ -16,7 +16,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hwrl.errors import CommError, DeviceMemoryError, UnsupportedError
+from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 from hwrl.interfaces import torchapi
 from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.handles import Handle, seal, unseal
@@ -197,7 +197,11 @@ class Backend:
         if self.device_count():
             return ""
         variable = self.devices.visible_variable
-        if self.devices.visible(os.environ) == ():
+        try:
+            visible = self.devices.visible(os.environ)
+        except ConfigError as error:
+            return f"{error.what}: {error.why}; {error.fix}"
+        if visible == ():
             return f"{variable}={os.environ[str(variable)]!r} hides every device from this process"
         shown = f"{variable}={os.environ[variable]!r}" if variable and variable in os.environ else "nothing hides them"
         return (
@@ -464,8 +468,9 @@ def _gib(nbytes: int) -> str:
 
 
 def _out_of_memory(what: str, device: str, numbers: str, exc: Exception) -> DeviceMemoryError:
+    said = str(exc).strip().partition("\n")[0] or "nothing"
     return DeviceMemoryError(
         f"{what} does not fit in the memory of {device}",
-        why=f"{numbers}; torch said: {str(exc).strip().splitlines()[0]}",
+        why=f"{numbers}; torch said: {said}",
         fix="use smaller micro-batches, offload more, or use more devices",
     )

@@ -42,8 +42,8 @@ class Batch:
         return int(self.mask.sum())
 
     def select(self, rows: torch.Tensor) -> Batch:
-        """Return the rows with the indices ``rows`` (int64), cut to the longest of them."""
-        length = int(self.lengths()[rows].max()) if len(rows) else 0
+        """Return the rows with the indices ``rows`` (int64), cut to the longest of them, but at least one column."""
+        length = max(1, int(self.lengths()[rows].max())) if len(rows) else 1
         chosen = {}
         for field in fields(self):
             value = getattr(self, field.name)

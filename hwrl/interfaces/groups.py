@@ -75,6 +75,8 @@ class Segment:
         """Return this turn of the policy with ``reward``, at its last token."""
         import numpy as np
 
+        if not len(self.token_ids):
+            raise ValueError(f"a turn without tokens cannot have the reward {reward}")
         rewards = np.zeros(len(self.token_ids), dtype=np.float32)
         rewards[-1] = reward
         return replace(self, rewards=rewards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 is greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
         if self.top_k < 1 and self.top_k != -1:
@@ -214,16 +219,16 @@ class RolloutEngine(ABC):
 
         Drops the attention cache. Level 1 keeps the weights in host memory; :attr:`version` and :attr:`base` stay.
         Level 2 drops the weights; :attr:`version` is -1 and :attr:`base` None until the caller loads weights again,
-        after ``wake(["weights"])``. Raises EngineError if requests are pending, UnsupportedError if the engine cannot
-        sleep.
+        after ``wake(["weights"])``. Raises EngineError if requests are pending or ``level`` is another number,
+        UnsupportedError if the engine cannot sleep.
         """
         raise _without_sleep()
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         """Allocate device memory again for ``tags``, of MEMORY_TAGS; skip parts that are awake. Blocks.
 
-        Loading weights needs "weights" awake, and ``step`` needs both tags. Raises UnsupportedError if the engine
-        cannot sleep.
+        Loading weights needs "weights" awake, and ``step`` needs both tags. Raises EngineError for other tags,
+        UnsupportedError if the engine cannot sleep.
         """
         raise _without_sleep()
 

@@ -54,10 +54,11 @@ class PaddedAttention:
         # A compiler reuses what it traced; a tensor of inference mode cannot serve a backward pass.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return _row_places(cu_seqlens, tokens, max_length)
-        key = (cu_seqlens._version, tokens, max_length)
-        if self._known is None or self._known[0]() is not cu_seqlens or self._known[1:4] != key:
-            self._known = (weakref.ref(cu_seqlens), *key, _row_places(cu_seqlens, tokens, max_length))
-        return self._known[-1]
+        key = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens, max_length)
+        known = self._known  # read once: another thread may replace it
+        if known is None or known[0]() is not cu_seqlens or known[1:4] != key:
+            known = self._known = (weakref.ref(cu_seqlens), *key, _row_places(cu_seqlens, tokens, max_length))
+        return known[-1]
 
 
 def _row_places(cu_seqlens: torch.Tensor, tokens: int, max_length: int) -> torch.Tensor:

@@ -349,5 +349,8 @@ def test_gpus_that_are_named_by_uuid_are_given_out_under_it() -> None:
     env = {"CUDA_VISIBLE_DEVICES": "GPU-1f, MIG-2e"}
     assert CUDA.narrow([1], env) == {"CUDA_VISIBLE_DEVICES": "MIG-2e"}
     assert CUDA.name(0, env) == "GPU-1f"
+    for shown in ("GPU-1f, MIG-2e", "-1"):
+        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+            CUDA.narrow([2], {"CUDA_VISIBLE_DEVICES": shown})
     assert CUDA.narrow([1, 0], {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": "6,4"}
     assert CUDA.narrow([1], {}) == {"CUDA_VISIBLE_DEVICES": "1"}

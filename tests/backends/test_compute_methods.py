@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -56,6 +57,42 @@ def test_the_places_of_tokens_are_computed_once_for_all_layers() -> None:
                 out = GENERIC.varlen_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=12)
         assert numberings.count == 1
         assert out.shape == query.shape
+
+
+def test_boundaries_made_in_inference_mode_serve_outside_of_it() -> None:
+    query, key, value = map(torch.rand_like, packed(torch.float32))
+    with torch.inference_mode():
+        made = torch.tensor([0, 5, 12], dtype=torch.int32)
+    plain = torch.tensor([0, 5, 12], dtype=torch.int32)
+    out, wanted = (GENERIC.varlen_attention(query, key, value, cu_seqlens=each, max_length=7) for each in (made, plain))
+    torch.testing.assert_close(out, wanted)
+
+
+def test_threads_do_not_get_the_places_of_each_other() -> None:
+    """Another thread attends, with other boundaries, before each line of the method that keeps the places."""
+    query, key, value = map(torch.rand_like, packed(torch.float32))
+    mine, others = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 12], [0, 7, 12]))
+
+    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return GENERIC.varlen_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=7)
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_name != "_places":
+            return None
+        if event == "line":
+            other = threading.Thread(target=attend, args=[others])
+            other.start()
+            other.join()
+        return interrupt
+
+    wanted = attend(mine)
+    traced = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        out = attend(mine)
+    finally:
+        sys.settrace(traced)
+    torch.testing.assert_close(out, wanted)
 
 
 # -- torch's kernel does not run on a host: these have its signatures, and compute it in the generic way --------------

@@ -38,6 +38,18 @@ def test_the_host_has_the_fallback_backend_whatever_is_chosen(plugins: PluginFil
     assert chosen.get_backend() is chosen.host_backend()
 
 
+@pytest.mark.parametrize("chosen_by", ["variable", "set_backend"])
+def test_a_plugin_makes_one_backend_if_the_host_is_asked_for_before_the_choice(
+    plugins: PluginFiles, chosen_by: str
+) -> None:
+    plugins.add("host", fallback=True)
+    registry = plugins.registry(HWRL_BACKEND="host")
+    host = registry.host_backend()
+    if chosen_by == "set_backend":
+        registry.set_backend("host")
+    assert registry.get_backend() is host
+
+
 # -- HWRL_BACKEND decides alone -------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,8 @@ def test_what_does_not_fit_is_told_with_the_devices_numbers() -> None:
     assert caught.value.what == "the optimizer's state does not fit in the memory of cpu"
     assert re.search(r"of its [\d.]+ GiB are free; tensors of this process hold [\d.]+ GiB", caught.value.why)
     assert caught.value.why.endswith("torch said: Tried to allocate 80.00 GiB.")
+    with pytest.raises(DeviceMemoryError, match="torch said: nothing"), HOST.allocating("the model"):
+        raise torch.OutOfMemoryError
     with pytest.raises(ValueError), HOST.allocating("nothing"):
         raise ValueError
 
@@ -131,6 +133,7 @@ class Driverless(hwrl_cpu.CpuBackend):
         ({}, "the driver shows none (nothing hides them)"),
         ({"CARDS": "7"}, "the driver shows none (CARDS='7')"),
         ({"CARDS": ""}, "CARDS='' hides every device from this process"),
+        ({"CARDS": "x"}, "CARDS='x' cannot be read: it must be device numbers separated by commas; set it like"),
     ],
 )
 def test_a_process_without_devices_is_told_why(

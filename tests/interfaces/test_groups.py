@@ -86,6 +86,8 @@ def test_a_turns_reward_is_at_its_last_token() -> None:
     assert group_of([two_turns(ints(1))]).token_rewards is None
     rewards = group_of([two_turns(ints(1), reward=0.25)]).token_rewards
     assert rewards is not None and rewards.tolist() == [0, 0.25, 0, 0, 0]
+    with pytest.raises(ValueError, match="a turn without tokens cannot have the reward"):
+        Segment.of_response(response(), reward=0.25)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
