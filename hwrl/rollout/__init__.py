@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_base as require_base
     from hwrl.rollout.checks import require_fit as require_fit
     from hwrl.rollout.checks import require_held as require_held
+    from hwrl.rollout.checks import require_memory_tags as require_memory_tags
     from hwrl.rollout.checks import require_no_adapter as require_no_adapter
-    from hwrl.rollout.checks import require_none_pending as require_none_pending
     from hwrl.rollout.checks import require_same_model as require_same_model
+    from hwrl.rollout.checks import require_sleep as require_sleep
     from hwrl.rollout.checks import require_weights as require_weights
     from hwrl.rollout.data import DataKeys as DataKeys
     from hwrl.rollout.data import Prompt as Prompt
@@ -151,9 +152,10 @@ _MODULE_OF = {
     "require_base": "checks",
     "require_fit": "checks",
     "require_held": "checks",
+    "require_memory_tags": "checks",
     "require_no_adapter": "checks",
-    "require_none_pending": "checks",
     "require_same_model": "checks",
+    "require_sleep": "checks",
     "require_weights": "checks",
     "single_turn": "workflow",
     "stop_finder": "stops",
@@ -228,9 +230,10 @@ __all__ = [
     "require_base",
     "require_fit",
     "require_held",
+    "require_memory_tags",
     "require_no_adapter",
-    "require_none_pending",
     "require_same_model",
+    "require_sleep",
     "require_weights",
     "single_turn",
     "stop_finder",

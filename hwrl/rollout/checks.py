@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hwrl.errors import EngineError, UnsupportedError
-from hwrl.interfaces import GenerationRequest, WeightOffer
+from hwrl.interfaces import MEMORY_TAGS, GenerationRequest, WeightOffer
 from hwrl.interfaces.rollout import adapter_unsupported
 
 if TYPE_CHECKING:
@@ -40,8 +40,25 @@ def require_weights(version: int, *, pending: int) -> None:
         )
 
 
-def require_none_pending(pending: int) -> None:
-    """Raise EngineError if there are ``pending`` requests: then the engine cannot sleep."""
+def require_memory_tags(tags: Collection[str]) -> None:
+    """Raise EngineError if one of ``tags`` is none of MEMORY_TAGS."""
+    unknown = sorted(set(tags) - MEMORY_TAGS)
+    if unknown:
+        raise EngineError(
+            f"the engine cannot wake {', '.join(unknown)}",
+            why=f"the parts that sleep are {', '.join(sorted(MEMORY_TAGS))}",
+            fix='wake(), or for example wake(["weights"]): a collection of these names',
+        )
+
+
+def require_sleep(level: int, *, pending: int) -> None:
+    """Raise EngineError if there is no such sleep ``level``, or if there are ``pending`` requests."""
+    if level not in (1, 2):
+        raise EngineError(
+            f"the engine cannot sleep at level {level}",
+            why="there are two levels: 1 keeps the weights in host memory, 2 drops them",
+            fix="sleep(level=1) or sleep(level=2)",
+        )
     if pending:
         raise EngineError(
             "the engine cannot sleep now",

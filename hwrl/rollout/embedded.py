@@ -35,9 +35,10 @@ from hwrl.rollout.checks import (
     require_base,
     require_fit,
     require_held,
+    require_memory_tags,
     require_no_adapter,
-    require_none_pending,
     require_same_model,
+    require_sleep,
     require_weights,
 )
 from hwrl.rollout.long_rows import LongRows, divided, find_long_rows
@@ -220,7 +221,7 @@ class EmbeddedEngine(RolloutEngine):
         return Offloader(self.model, backend=self._backend)
 
     def sleep(self, *, level: int) -> int:
-        require_none_pending(self.pending())
+        require_sleep(level, pending=self.pending())
         if self._asleep:
             return 0
         freed_nbytes = self._cache.drop()
@@ -240,6 +241,7 @@ class EmbeddedEngine(RolloutEngine):
         return freed_nbytes
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
+        require_memory_tags(tags)
         if "weights" in self._asleep.intersection(tags):
             self._offloader.load()
             for storage, nbytes in self._dropped:

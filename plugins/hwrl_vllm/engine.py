@@ -31,9 +31,10 @@ from hwrl.rollout import (
     require_base,
     require_fit,
     require_held,
+    require_memory_tags,
     require_no_adapter,
-    require_none_pending,
     require_same_model,
+    require_sleep,
     require_weights,
     stop_finder,
     text_decoder,
@@ -189,7 +190,7 @@ class VllmEngine(RolloutEngine):
 
     def sleep(self, *, level: int) -> int:
         self._require_sleep_mode()
-        require_none_pending(self.pending())
+        require_sleep(level, pending=self.pending())
         if self._asleep:
             return 0
         with self._error_drops_weights("falling asleep"):
@@ -205,6 +206,7 @@ class VllmEngine(RolloutEngine):
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         self._require_sleep_mode()
+        require_memory_tags(tags)
         asleep = self._asleep.intersection(tags)
         if asleep:
             with self._error_drops_weights("waking up"):

@@ -162,6 +162,18 @@ class RolloutSleepContract(_OfRolloutEngine):
             pytest.skip(f"{error.what}: {error.why}")
         assert len(finish(engine)) == 1
 
+    def test_it_refuses_what_is_no_level_and_no_tag(self, engine: RolloutEngine) -> None:
+        """It raises EngineError, and stays awake."""
+        try:
+            for level in (0, 3):
+                with pytest.raises(EngineError):
+                    engine.sleep(level=level)
+            with pytest.raises(EngineError):
+                engine.wake(["weight"])
+        except UnsupportedError as error:
+            pytest.skip(f"{error.what}: {error.why}")
+        assert len(generate(engine, [request_of(0, 4, Sampling(5, 0.0))])) == 1
+
 
 class RolloutReceiversContract(_OfRolloutEngine):
     """An engine with receivers takes a version from a weight link straight into its weights."""
