@@ -13,7 +13,7 @@ import torch
 
 import hwrl
 from hwrl.errors import EngineError
-from hwrl.interfaces import Batch, Completion, GenerationRequest, Moved, RolloutSettings, TokenLoss
+from hwrl.interfaces import MEMORY_TAGS, Batch, Completion, GenerationRequest, Moved, RolloutSettings, TokenLoss
 from hwrl.rollout import EmbeddedEngine
 from hwrl.train import FsdpEngine
 
@@ -28,6 +28,8 @@ def hwrl_train_engine(settings: Any, options: Any, backend: Any, group: Any) -> 
         settings = replace(settings, temperature=1.0)
     if fault("warm-up is ignored"):
         settings = replace(settings, warmup_steps=0)
+    if FaultyTrainEngine.is_open:
+        raise EngineError("a second engine", why="a process may have one, like one of Megatron-core", fix="close it")
     return FaultyTrainEngine(settings, backend=backend, group=None if fault("ranks train alone") else group)
 
 
@@ -52,6 +54,16 @@ class Scaled:
 
 
 class FaultyTrainEngine(FsdpEngine):
+    is_open = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        FaultyTrainEngine.is_open = True
+
+    def close(self) -> None:
+        super().close()
+        FaultyTrainEngine.is_open = False
+
     @property
     def data_parallel_rank(self) -> int:
         return 0 if fault("all ranks take the first share") else super().data_parallel_rank
@@ -84,10 +96,12 @@ class FaultyTrainEngine(FsdpEngine):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().named_weights():
+            tensor = tensor[None] if fault("weights have another shape") and tensor.ndim == 1 else tensor
             yield (name.removeprefix("model.") if fault("weights have other names") else name), tensor
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().weights_metadata():
+            tensor = tensor[None] if fault("weights have another shape") and tensor.ndim == 1 else tensor
             yield name, tensor.half() if fault("metadata is of another dtype") else tensor
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,6 +185,8 @@ class FaultyRolloutEngine(EmbeddedEngine):
     def sleep(self, *, level: int) -> int:
         if fault("it sleeps in the middle of requests"):
             self.abort()
+        if fault("any level is taken"):
+            level = min(max(level, 1), 2)
         version = self.version
         freed = super().sleep(level=level)
         if fault("dropped weights keep their version"):
@@ -178,6 +194,8 @@ class FaultyRolloutEngine(EmbeddedEngine):
         return 1 if fault("a second sleep frees again") else freed
 
     def wake(self, *tags: Any) -> None:
+        if fault("other tags wake nothing, without an error"):
+            tags = tuple(MEMORY_TAGS.intersection(each) for each in tags)
         super().wake(*tags)
         if fault("weights are lost in the sleep"):
             for parameter in self.model.parameters():

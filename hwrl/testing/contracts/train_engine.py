@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,23 +55,28 @@ class InfiniteLoss(GradientOfAdvantage):
 
 
 class _OfTrainEngine:
-    """Makes engines of the subject, and closes them."""
+    """Makes engines of the subject, one at a time, and closes them."""
 
     level: ClassVar[Level]
 
     @pytest.fixture
-    def make(self, backend: Backend, subject: Subject, request: pytest.FixtureRequest) -> Callable[..., TrainEngine]:
-        """A function of changes to the settings; it returns a new engine."""
+    def make(self, backend: Backend, subject: Subject) -> Iterator[Callable[..., TrainEngine]]:
+        """A function that returns a new engine; its arguments change the settings.
 
-        def make(**changes: Any) -> TrainEngine:
-            try:
-                engine = subject.make_train_engine(engine_settings(**changes), backend=backend)
-            except UnsupportedError as error:
-                pytest.skip(f"{error.what}: {error.why}")
-            request.addfinalizer(engine.close)
-            return engine
+        It closes the engine before, because a process has one train engine at a time.
+        """
+        with contextlib.ExitStack() as open_engine:
 
-        return make
+            def make(**changes: Any) -> TrainEngine:
+                open_engine.close()
+                try:
+                    engine = subject.make_train_engine(engine_settings(**changes), backend=backend)
+                except UnsupportedError as error:
+                    pytest.skip(f"{error.what}: {error.why}")
+                open_engine.callback(engine.close)
+                return engine
+
+            yield make
 
 
 class TrainNumbersContract(_OfTrainEngine):
@@ -120,18 +126,20 @@ class TrainOffloadContract(_OfTrainEngine):
     def test_offloading_changes_no_step(self, make: Callable[..., TrainEngine]) -> None:
         """Two steps in two visits to the device, with log-probabilities between them, equal those without offload."""
         try:
-            moved = make(param_offload=True, optimizer_offload=True)
+            engine = make(param_offload=True, optimizer_offload=True)
         except ConfigError as error:
             pytest.skip(f"{error.what}: {error.why}")
-        stayed = make()
+        found = self._after_two_visits(engine)
+        assert _differ(found, self._after_two_visits(make()), at_most=_SAME_OFF) == []
+
+    def _after_two_visits(self, engine: TrainEngine) -> dict[str, torch.Tensor]:
         for seed in (1, 2):
-            for engine in (moved, stayed):
-                with engine.on_device(optimizer=True):
-                    engine.train_batch(make_batch(rows=4, seed=seed), loss=GradientOfAdvantage())
-                with engine.on_device(optimizer=False):
-                    engine.logprobs(make_batch(rows=2))
-        with moved.on_device(optimizer=False), stayed.on_device(optimizer=False):
-            assert _differ(_whole(moved), _whole(stayed), at_most=_SAME_OFF) == []
+            with engine.on_device(optimizer=True):
+                engine.train_batch(make_batch(rows=4, seed=seed), loss=GradientOfAdvantage())
+            with engine.on_device(optimizer=False):
+                engine.logprobs(make_batch(rows=2))
+        with engine.on_device(optimizer=False):
+            return _whole(engine)
 
     def test_without_offload_nothing_moves(self, make: Callable[..., TrainEngine]) -> None:
         """The reported bytes and seconds are 0."""
@@ -155,11 +163,10 @@ class TrainRanksContract:
             pytest.skip(pair[0])
         (whole, logprobs), (rest, same) = pair
         alone = subject.make_train_engine(engine_settings(), backend=backend)
-        with alone.on_device(optimizer=True):
+        with contextlib.closing(alone), alone.on_device(optimizer=True):
             for seed in (1, 2):
                 alone.train_batch(make_batch(rows=5, seed=seed), loss=GradientOfAdvantage())
             wanted = _whole(alone)
-        alone.close()
         assert rest == {}, "the second rank yields weights"
         before = model_weights()
         wrong = {name: _off(whole[name] - before[name], wanted[name] - before[name]) for name in wanted}
@@ -182,21 +189,18 @@ class TrainStateContract(_OfTrainEngine):
 
     def test_a_restored_engine_continues(self, make: Callable[..., TrainEngine], tmp_path: Path) -> None:
         """Through a checkpoint: the next step is the same, optimizer and learning rate included."""
-        first, second = make(), make()
-        with first.on_device(optimizer=True):
-            first.train_batch(make_batch(rows=4, seed=1), loss=GradientOfAdvantage())
+        engine = make()
         with CheckpointManager(tmp_path) as checkpoints:
-            with first.saved_state() as (state, offloader):
+            _weights_after_step(engine, seed=1)
+            with engine.saved_state() as (state, offloader):
                 checkpoints.save(1, state, offloader=offloader)
-            with second.on_device(optimizer=True):
-                fresh = second.state_dict()
-                assert checkpoints.resume(fresh) is not None
-                second.load_state_dict(fresh)
-        for engine in (first, second):
+            wanted = _weights_after_step(engine, seed=2)
+            engine = make()
             with engine.on_device(optimizer=True):
-                engine.train_batch(make_batch(rows=4, seed=2), loss=GradientOfAdvantage())
-        with first.on_device(optimizer=False), second.on_device(optimizer=False):
-            assert _differ(_whole(second), _whole(first), at_most=_SAME_OFF) == []
+                fresh = engine.state_dict()
+                assert checkpoints.resume(fresh) is not None
+                engine.load_state_dict(fresh)
+            assert _differ(_weights_after_step(engine, seed=2), wanted, at_most=_SAME_OFF) == []
 
     def test_an_export_is_a_model(self, make: Callable[..., TrainEngine], tmp_path: Path) -> None:
         """transformers loads it, with the trained weights."""
@@ -291,6 +295,12 @@ def _train_on_rank(rank: int, name: str, address: str, subject: Subject, directo
         return found
 
 
+def _weights_after_step(engine: TrainEngine, *, seed: int) -> dict[str, torch.Tensor]:
+    with engine.on_device(optimizer=True):
+        engine.train_batch(make_batch(rows=4, seed=seed), loss=GradientOfAdvantage())
+        return _whole(engine)
+
+
 def _whole(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in engine.named_weights()}
 
@@ -301,6 +311,10 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _differ(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, at_most: float) -> list[str]:
-    """Return the names of tensors that are missing, unknown, or further apart than ``at_most``."""
+    """Return the names of tensors that are missing, unknown, of another shape, or further apart than ``at_most``."""
     names = sorted(found.keys() ^ wanted.keys())
-    return names + [name for name in found.keys() & wanted.keys() if not _off(found[name], wanted[name]) <= at_most]
+    return names + [
+        name
+        for name in found.keys() & wanted.keys()
+        if found[name].shape != wanted[name].shape or not _off(found[name], wanted[name]) <= at_most
+    ]
