@@ -1,6 +1,6 @@
 """The interfaces of backends, engines and process groups, and the data that passes through them.
 
-Importing it is cheap: it loads neither torch nor numpy, so a probe can run before torch is importable.
+Importing it is cheap and loads neither torch nor numpy: a probe may run where torch cannot be imported.
 """
 
 from hwrl.interfaces.backend import (

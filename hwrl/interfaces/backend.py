@@ -1,8 +1,9 @@
 """The interface of a device: :class:`Backend`, its :class:`BackendInfo` and its capabilities.
 
 A backend package implements three hooks (:mod:`hwrl.discovery.hookspecs`): its info, a probe, a factory.
-``Backend(info)`` is complete for any device known to torch. A subclass overrides a method only if its device differs
-or has a faster way. This module imports torch inside functions, so a probe can run before torch is importable.
+``Backend(info)`` works for every device known to torch. A subclass overrides a method if its device behaves differently
+or has a faster implementation. This module imports torch inside functions only: a probe may run where torch cannot be
+imported.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ API_VERSION = (1, 0)
 
 
 class Capability(StrEnum):
-    """Features that some devices lack. Check with :meth:`Backend.supports`, insist with :meth:`Backend.require`."""
+    """Features that some devices lack. :meth:`Backend.supports` checks for one; :meth:`Backend.require` insists."""
 
     STREAMS = "streams"
     """Work on a side stream runs while the caller continues."""
     PINNED_MEMORY = "pinned_memory"
     """The backend allocates page-locked host memory, so copies to and from the device are asynchronous."""
     REGISTERED_MEMORY = "registered_memory"
-    """Existing host memory, such as memory shared by processes, can be page-locked in place."""
+    """Existing host memory, such as shared memory, can be page-locked in place."""
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COLLECTIVES = "collectives"
@@ -74,10 +75,11 @@ class Support:
 class BackendInfo:
     """The identity of a backend: plain data, read before anything is imported.
 
-    ``device_type`` is torch's name for the device; it is a string, because torch may not know the device yet.
-    ``api`` is the version of the plugin interface at the time of writing, as two numbers. Never pass ``API_VERSION``:
-    it changes with the installed hwrl. hwrl refuses a plugin without ``api``. ``fallback`` marks a backend for any
-    machine: detection chooses it only if nothing hints at another device and every probe worked.
+    ``device_type`` is torch's name for the device; it is a string, because torch may not know the device yet. ``api``
+    is the version of the plugin interface for the backend's code, as two literal numbers: (major, minor). Never pass
+    ``API_VERSION``: it changes with the installed hwrl, so hwrl could not detect an old backend. hwrl refuses a plugin
+    without ``api``. ``fallback`` marks a backend for any machine. Detection chooses it only if all backends loaded, all
+    probes worked, and nothing hints at another device.
     """
 
     name: str
@@ -89,7 +91,10 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes on one device. ``free`` and ``total`` are device-wide; the others count tensors of this process."""
+    """Bytes on one device. ``free`` and ``total`` are device-wide; the others are of this process.
+
+    ``allocated`` counts its tensors, ``reserved`` also the allocator's cache; ``peak`` is the most allocated so far.
+    """
 
     free_nbytes: int
     total_nbytes: int
@@ -124,14 +129,15 @@ class StreamLike(Protocol):
 class Backend:
     """One kind of device, in this process.
 
-    Complete for any device with a torch device module; a subclass overrides only the differences. Methods act on the
-    current device of the calling thread. If a device lacks a feature, the method raises
+    It works for any device with a torch device module; a subclass overrides only the differences. Methods act on the
+    calling thread's current device, and any thread may call them. If a device lacks a feature, the method raises
     :class:`~hwrl.errors.UnsupportedError`; it never does nothing instead.
     """
 
     devices: DeviceMap = DeviceMap()
     _grouped_attention = False
-    """Whether torch's fused attention takes fewer key heads than query heads. If not, torch would keep all scores."""
+    """Whether torch's fused attention on this device takes fewer key heads than query heads. If not, we repeat the key
+    heads: otherwise torch would compute without the fused kernel, and store all scores."""
 
     def __init__(self, info: BackendInfo) -> None:
         self.info = info
@@ -214,11 +220,11 @@ class Backend:
         return int(torchapi.function(self.info.device_type, "current_device")())
 
     def set_device(self, index: int) -> None:
-        """Make device ``index`` this thread's current one. Creates no context by itself."""
+        """Make device ``index`` this thread's current device. With some libraries this creates the device's context."""
         torchapi.function(self.info.device_type, "set_device")(index)
 
     def device_uuid(self, index: int) -> str | None:
-        """Return the UUID of device ``index``, the same on every machine and under every number; None if unknown."""
+        """Return the UUID of device ``index``, equal in every process and under every number; None if unknown."""
         properties = getattr(self.device_module, "get_device_properties", None)
         uuid = "" if properties is None else str(getattr(properties(index), "uuid", None) or "")
         return uuid if uuid.strip("0-") else None
@@ -228,13 +234,13 @@ class Backend:
         torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
 
     def stream(self) -> StreamLike:
-        """Return a new side stream of the current device; without streams, it runs work in the caller at once."""
+        """Return a new side stream of the current device. Without streams, work on it runs at once, in the caller."""
         import torch
 
         return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
 
     def current_stream(self) -> StreamLike:
-        """Return the stream of this thread's current work."""
+        """Return this thread's current stream."""
         import torch
 
         return torch.accelerator.current_stream()
@@ -263,21 +269,22 @@ class Backend:
         max_length: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Return causal attention inside each of the sequences that lie end to end: (tokens, heads, head_dim).
+        """Return causal self-attention within each of the packed sequences: (tokens, heads, head_dim).
 
         ``query`` is (tokens, heads, head_dim); ``key`` and ``value`` are (tokens, kv_heads, head_dim), and kv_heads
         divides heads. All have one dtype, or autocast gives them one. ``cu_seqlens`` (int32, sequences + 1, on the
-        device) has the boundaries: first 0, last the number of tokens, never falling. An empty sequence is two equal
-        boundaries. ``max_length`` is at least the longest sequence. ``scale`` multiplies the scores, by default
-        head_dim ** -0.5. The caller must not write to ``cu_seqlens`` later. Differentiable; torch.compile can trace
-        it; it does not wait for the device.
+        device) has the boundaries in ascending order, from 0 to the number of tokens. Two equal boundaries are an empty
+        sequence. ``max_length`` is at least the longest sequence. ``scale`` multiplies the scores, by default head_dim
+        ** -0.5. The backend may cache results for ``cu_seqlens``, so never write to it later. Differentiable;
+        torch.compile can trace it. It does not wait for the device, except that a kernel may need the boundaries on the
+        host: then it waits once for each new ``cu_seqlens``.
         """
         return self._padded_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Return the most FLOP/s of dense matrix products in ``dtype`` on the current device; None if unknown.
 
-        A number is the vendor's, for this very model of device; float32 is without shorter products inside.
+        The number is the vendor's, for exactly this device model. In float32 it is for inputs of full precision.
         """
         return None
 
@@ -298,7 +305,8 @@ class Backend:
 
     @contextlib.contextmanager
     def allocating(self, what: str) -> Iterator[None]:
-        """Raise :class:`~hwrl.errors.DeviceMemoryError`, with the device's numbers, if torch runs out of memory inside.
+        """Raise :class:`~hwrl.errors.DeviceMemoryError`, with the memory's numbers, if torch runs out of it in the
+        block.
 
         ``what`` names the content of the memory. It is the subject of the message: "``what`` does not fit".
         """
@@ -379,7 +387,7 @@ class Backend:
         raise NotImplementedError(f"{self!r} claims device_ipc, but does not implement it")
 
     def register_host_memory(self, memory: torch.Tensor) -> None:
-        """Page-lock ``memory`` (1-d uint8, on the host) in place; the caller keeps it.
+        """Page-lock ``memory`` (1-d uint8, on the host) in place; the caller owns it.
 
         Blocks: gigabytes take seconds. Call :meth:`unregister_host_memory` before you free the memory.
         """
@@ -423,14 +431,14 @@ class Backend:
             ) from exc
 
     def group_library(self) -> str:
-        """Return torch's name of the library for torch's default group and its subgroups: :meth:`comm_library`.
+        """Return torch.distributed's name of the library for torch's default group and its subgroups.
 
-        Override it if a library registered with torch makes these groups better than torch itself does.
+        By default it is :meth:`comm_library`. Override it if the backend registers a library of its own for them.
         """
         return self.comm_library()
 
     def library_timeout(self, timeout_s: float) -> timedelta:
-        """Return ``timeout_s`` in the form for torch.distributed; override it if a library misreads some values."""
+        """Return ``timeout_s`` for torch.distributed. Override it if the library misreads some values."""
         return timedelta(seconds=timeout_s)
 
     def create_process_group(

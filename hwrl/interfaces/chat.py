@@ -1,4 +1,4 @@
-"""Messages that the policy wrote, as a parser reads them in its text: :class:`ParsedAnswer`."""
+"""Messages of the policy, parsed from its text: :class:`ParsedAnswer`."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class ParsedAnswer:
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tools that the policy may call, each as OpenAI describes it: ``{"type": "function", "function": {"name": …}}``."""
 ToolParser: TypeAlias = Callable[[str, Tools], ParsedAnswer]
-"""Reads the policy's text. Text that is no call is content, so it raises nothing. Any thread may call it."""
+"""Parses the policy's text. All but well-formed calls is content, so it never raises. Any thread may call it."""

@@ -49,16 +49,16 @@ class Group(ABC):
 
     Operations raise CommTimeoutError if a peer does not come within ``timeout_s``, PeerLostError if a peer closes its
     connection, and CommAbortedError after :meth:`abort` or :meth:`close`. After a timeout or a lost peer the group is
-    unusable: call :meth:`rebuild` with the survivors. On a device with streams an operation is only queued when the
-    call returns. There :meth:`Pending.complete` and :meth:`barrier` raise the errors, and the group keeps the newest
-    operation's tensors alive until one of them. :class:`~hwrl.comm.Comm` makes groups. A group is a context manager
-    and closes itself on exit.
+    unusable: call :meth:`rebuild` with the survivors. Without ``async_op`` an operation also waits, as
+    :meth:`Pending.wait` does. So on a device with streams it is only queued when the call returns;
+    :meth:`Pending.complete` and :meth:`barrier` raise the errors. Until then the group keeps the tensors of the newest
+    operation alive. :class:`~hwrl.comm.Comm` makes groups. A group is a context manager and closes itself on exit.
     """
 
     backend: Backend
     name: str
     store: Store
-    """The store where the members met; keys that the group writes have a prefix of their own."""
+    """The store where the ranks met. All keys of the group have a prefix of their own."""
     timeout_s: float
     rank: int
     size: int
@@ -76,7 +76,7 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending:
-        """Overwrite ``tensor`` with rank ``src``'s. Any dtype; contiguous. Done on return unless ``async_op``."""
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Any dtype; contiguous."""
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending:
@@ -108,7 +108,7 @@ class Group(ABC):
     def warm_up(self, *, timeout_s: float = 60.0) -> None:
         """Open the connections now. The ranks meet over the store first, so CommTimeoutError names the missing ranks.
 
-        Without it, a library may connect in the first operation of a kind, and block the host for a missing peer.
+        Without it, a library may connect in the first operation of each kind. There a missing peer blocks the host.
         """
 
     # -- the end ------------------------------------------------------------------------------------------------

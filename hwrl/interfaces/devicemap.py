@@ -13,15 +13,17 @@ from hwrl.errors import ConfigError
 class DeviceMap:
     """How processes get their devices: pure functions of an environment, without a device context.
 
-    ``visible_variable`` is the environment variable with a process's visible devices (None: all are always visible).
-    ``ray_resource`` is the device's resource name in Ray (None: Ray schedules it by CPU cores).
+    ``visible_variable`` is the environment variable with a process's visible devices (None: all are always visible). A
+    device's logical number counts these from 0; its physical number counts the machine's. ``ray_resource`` is the
+    device's resource name in Ray (None: Ray schedules it by CPU cores).
     """
 
     visible_variable: str | None = None
     ray_resource: str | None = None
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
-        """Return the physical ids of the devices visible under ``env``, in order; None if it does not restrict them."""
+        """Return the physical numbers of the devices visible under ``env``, in order; None if it does not restrict
+        them."""
         if self.visible_variable is None or self.visible_variable not in env:
             return None
         text = env[self.visible_variable].strip()
@@ -42,7 +44,7 @@ class DeviceMap:
         return ids
 
     def to_physical(self, logical: int, env: Mapping[str, str]) -> int:
-        """Return the machine's number of device ``logical`` of a process under ``env``."""
+        """Return the physical number of device ``logical``; ConfigError if it is not visible under ``env``."""
         ids = self.visible(env)
         if ids is None:
             return logical
@@ -55,23 +57,23 @@ class DeviceMap:
         return ids[logical]
 
     def render(self, physical: Sequence[int]) -> dict[str, str]:
-        """Return the environment under which exactly the devices ``physical`` are visible."""
+        """Return the variables to set so exactly the devices ``physical`` are visible."""
         if self.visible_variable is None:
             return {}
         return {self.visible_variable: ",".join(str(index) for index in physical)}
 
     def narrow(self, logical: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment under which only the devices ``logical`` of ``env`` are visible."""
+        """Return the variables to set so only the devices ``logical`` of ``env`` are visible."""
         return self.render([self.to_physical(index, env) for index in logical])
 
     def name(self, logical: int, env: Mapping[str, str]) -> str:
-        """Return the machine's name of device ``logical`` of a process under ``env``: by default its number."""
+        """Return the name of device ``logical`` of ``env`` on this machine: by default its physical number as text."""
         return str(self.to_physical(logical, env))
 
     def ray_options(self, count: float) -> dict[str, Any]:
         """Return the options of ``ray.remote`` for an actor with ``count`` devices; below 1, a share of one device.
 
-        ``ray.init`` takes the same options as the machine's number of devices.
+        ``ray.init`` takes the same options to declare a machine with ``count`` devices.
         """
         if self.ray_resource is None:
             return {"num_cpus": count}

@@ -1,4 +1,4 @@
-"""The data between rollout and training: responses, trajectories made of them, and a prompt's group of trajectories."""
+"""The data from rollout to training: responses, trajectories of responses, and prompt groups of trajectories."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Bools: TypeAlias = "npt.NDArray[np.bool_]"
 class Response:
     """One generated response: each token's id, log-probability under the behaviour policy, and weight version.
 
-    The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true
-    if the length limit ended the response. ``stop`` is the stop text or the stop token (``Sampling``) at its end; None
-    after another end.
+    The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true if
+    the length limit ended the response. ``stop`` is the stop text or stop token of :class:`Sampling` at its end; None
+    if something else ended it.
     """
 
     token_ids: Ints
@@ -72,7 +72,7 @@ class Segment:
         return segment if reward is None else segment.rewarded(reward)
 
     def rewarded(self, reward: float) -> Segment:
-        """Return this turn of the policy with ``reward``, at its last token."""
+        """Return this segment of the policy with ``reward`` at its last token; ValueError if it has no token."""
         import numpy as np
 
         if not len(self.token_ids):
@@ -84,10 +84,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A row of tokens as the policy saw it: a prompt, then segments of the policy and of others in turn.
+    """A row of tokens as the policy saw it: a prompt, then segments of the policy and of others in any order.
 
-    ``reward`` is the reward of the whole trajectory; None: the run's reward function gives it. ``metrics`` are further
-    numbers, without ``reward``. ``truncated`` is true if a limit ended the trajectory before its policy did.
+    ``reward`` is the reward of the whole trajectory; if it is None, the run's reward function computes it. ``metrics``
+    has other numbers by name. ``truncated`` is true if a limit ended the trajectory, not the policy.
     """
 
     segments: Sequence[Segment]
@@ -124,15 +124,17 @@ class Trajectory:
 class PromptGroup:
     """A prompt's trajectories with their rewards, ready for training.
 
-    ``sequence_number`` is the prompt's place in the stream. ``lease_id`` is the lease of the rollout
-    (:mod:`hwrl.rollout`). ``incarnation`` is the life of the trainer behind all of its weights: after a restart from a
-    checkpoint, versions count from there again.
+    ``sequence_number`` is the prompt's place in the stream. ``lease_id`` is the rollout's lease of the prompt
+    (:mod:`hwrl.rollout`). ``incarnation`` counts the earlier starts of the trainer. A restart goes back to a
+    checkpoint's version, so equal versions of different incarnations are different weights. One incarnation made all
+    weights of a group.
 
-    Each trajectory is a row: ``prompt_ids``, then its own tokens. The arrays of tokens concatenate the own tokens of
-    all rows; ``lengths`` (int32, one per row) separates them. ``loss_mask`` is true for the policy's tokens; others
-    have log-probability 0 and version -1. ``rewards`` has one number per row. ``token_rewards`` has one per token, or
-    is None. ``samples`` (int32) tells the sample of each row, a run of the workflow: a run may return several rows.
-    ``spans`` are those of a traced prompt in its replica.
+    Each trajectory is a row: the common prompt ``prompt_ids``, then its own tokens. If the prompts differ,
+    ``prompt_ids`` is empty, and a row's own tokens begin with its prompt. The arrays of tokens concatenate the own
+    tokens of all rows; ``lengths`` (int32, one per row) separates them. ``loss_mask`` is true for the policy's tokens;
+    others have log-probability 0 and version -1. ``rewards`` has one number per row. ``token_rewards`` has one per
+    token, or is None. ``samples`` (int32) has the sample number of each row. A sample is one run of the workflow, and
+    may give several rows. ``spans`` is the trace of the prompt in its replica; empty if it is not traced.
     """
 
     sequence_number: int
@@ -178,7 +180,7 @@ class PromptGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """Whether two rows have different rewards of their own, or different sums of their tokens' rewards."""
+        """Whether the rows differ in ``rewards``, or in the sum of their ``token_rewards``."""
         if self.rewards.min() < self.rewards.max():
             return True
         if self.token_rewards is None:
@@ -187,7 +189,7 @@ class PromptGroup:
         return min(sums) < max(sums)
 
     def responses(self) -> list[slice]:
-        """Return, for each row, the slice of its own tokens."""
+        """Return each row's slice of the arrays of tokens."""
         lengths = [int(length) for length in self.lengths]
         return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
@@ -227,7 +229,7 @@ class PromptGroup:
     ) -> PromptGroup:
         """Return the group of all trajectories of ``samples``; ``rewards`` has one number per trajectory, in order.
 
-        Tokens behind the policy's last one are left out: they cannot be trained.
+        Tokens after the policy's last one are left out: they cannot be trained.
         """
         import numpy as np
 

@@ -43,7 +43,7 @@ def unseal(handle: Mapping[str, str | int]) -> Handle:
 
 
 def _process() -> str:
-    return f"{os.getpid()}-{_LOADED}"  # both: the system reuses numbers, and a forked child has its parent's id
+    return f"{os.getpid()}-{_LOADED}"  # the system reuses pids, and a forked child inherits _LOADED
 
 
 def _checksum(fields: Mapping[str, str | int]) -> int:

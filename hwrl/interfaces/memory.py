@@ -37,7 +37,7 @@ class Transfer:
 
 @dataclass
 class Moved:
-    """The transfers of one visit to the device: ``load`` on entry, ``offload`` on exit (empty until then)."""
+    """The transfers of one ``on_device`` block: ``load`` at its start, ``offload`` at its end (empty until then)."""
 
     load: Transfer = field(default_factory=Transfer)
     offload: Transfer = field(default_factory=Transfer)
@@ -55,13 +55,13 @@ class LentTensor(Protocol):
 
 
 class LentState(Protocol):
-    """All offloaded tensors, lent together. A reader lends single tensors from it, then gives the rest back."""
+    """All offloaded tensors, lent together. A reader borrows single tensors from it, then gives the rest back."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether there is a host copy of ``tensor`` (not a DTensor)."""
 
     def lend(self, tensor: torch.Tensor) -> LentTensor | None:
-        """Lend the copy of ``tensor`` (not a DTensor) on its own; None if there is no copy."""
+        """Lend the copy of ``tensor`` (not a DTensor) on its own, until it is given back; None if there is no copy."""
 
     def give_back(self) -> None:
         """Let the lender overwrite every copy, except those lent on their own. Any thread may call it, repeatedly."""

@@ -17,8 +17,8 @@ _GAP_MESSAGES = ("is not a DeviceAllocator", "doesn't support", "not implemented
 """torch 2.13's messages when a vendor's extension does not implement a function of torch.accelerator."""
 
 _SILENT = ("empty_cache", "memory_stats")
-"""Functions of torch.accelerator that do nothing while torch's general allocator is not in use. Before torch 2.12, an
-extension with an allocator of its own looks like this."""
+"""Functions of torch.accelerator that do nothing while torch's general allocator is not in use. This is so before torch
+2.12 if the vendor's extension has its own allocator."""
 
 
 def device_module(device_type: str) -> Any:
@@ -36,10 +36,10 @@ def device_module(device_type: str) -> Any:
 
 
 def function(device_type: str, name: str, *, general: str = "") -> Callable[..., Any]:
-    """Return a function of the device: torch.accelerator's ``general``; without it, ``name`` of the device's module.
+    """Return a function of the device: torch.accelerator's ``general``, or else ``name`` of the device's module.
 
-    The returned function calls the module's if torch.accelerator's shows that the vendor's extension does not
-    implement it. Raises UnsupportedError if there is neither; the returned function raises it, too.
+    torch.accelerator's function may exist while the vendor's extension lacks its implementation. Then the returned
+    function calls the module's. Raises UnsupportedError if there is neither; the returned function raises it, too.
     """
     import torch
 
@@ -57,7 +57,7 @@ def function(device_type: str, name: str, *, general: str = "") -> Callable[...,
 
 
 def fill_stream_functions(device_type: str) -> None:
-    """Give torch's module of the device the stream functions that it lacks and FSDP2 calls: torch's general ones."""
+    """Add torch's general stream functions to the device's module where it lacks them: FSDP2 calls them there."""
     import torch
 
     module = device_module(device_type)

@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie end to end, on torch's ordinary attention: for any device of torch.
+"""Causal attention over packed sequences, by torch's ordinary attention over padded rows: for any device of torch.
 
 This module imports torch inside functions.
 """
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class PaddedAttention:
     """Copies the sequences into padded rows, attends in each row, and copies the results back.
 
-    It computes (sequences × longest²) scores instead of the sum of length². It keeps the index of the last
-    boundaries, because all layers of a model share them. ``grouped``: torch's attention shares key heads itself.
+    It computes (sequences × longest²) scores instead of the sum of length². It caches the places for the last
+    ``cu_seqlens``, because all layers of a model share it. ``grouped``: torch has a fused kernel for grouped-query
+    attention; if not, the key heads are repeated. Any thread may call it.
     """
 
     def __init__(self, *, grouped: bool) -> None:
@@ -51,7 +52,8 @@ class PaddedAttention:
     def _places(self, cu_seqlens: torch.Tensor, tokens: int, max_length: int) -> torch.Tensor:
         import torch
 
-        # A compiler reuses what it traced; a tensor of inference mode cannot serve a backward pass.
+        # No cache here: a compiled graph must compute the places anew, and a backward pass cannot use a tensor of
+        # inference mode.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return _row_places(cu_seqlens, tokens, max_length)
         key = (0 if cu_seqlens.is_inference() else cu_seqlens._version, tokens, max_length)
