@@ -162,10 +162,11 @@ class Processes:
         try:
             if not pipe.poll():
                 raise EOFError
-            value, error, text = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+            packed = pipe.recv_bytes()
+        except (EOFError, OSError):  # OSError: it was killed in the middle of its result
             child.join()
             return RankOutcome(rank, error=_no_result(rank, f"it ended with exit code {child.exitcode}"))
+        value, error, text = pickle.loads(packed)
         if error is not None:
             error.add_note(f"in rank {rank}:\n{text}")
         return RankOutcome(rank, value, error)
@@ -205,14 +206,14 @@ class _Target:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> _Target:
-        module = inspect.getmodule(function)
-        if module is None or "<" in function.__qualname__:
+        module, name = inspect.getmodule(function), getattr(function, "__qualname__", "")
+        if module is None or not name.isidentifier():  # "<lambda>", "Class.method", "function.<locals>.inner"
             raise HwrlError(
                 f"cannot run {function!r} in another process",
                 why="it is not a module-level function",
                 fix="move it to the top level of a module",
             )
-        return cls(module.__name__, function.__qualname__, getattr(module, "__file__", None))
+        return cls(module.__name__, name, getattr(module, "__file__", None))
 
     def load(self) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self._module(), self.name)

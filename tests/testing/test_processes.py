@@ -4,7 +4,12 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
+from fcntl import ioctl
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from termios import FIONREAD
 
 import pytest
 
@@ -49,6 +54,23 @@ def test_a_killed_rank_is_an_outcome_and_the_others_are_kept(tmp_path: Path) -> 
     assert isinstance(first.error, HwrlError) and "exit code -9" in str(first.error)
 
 
+def _return_much(rank: int) -> bytes:
+    return bytes(1 << 24)
+
+
+def _unread_nbytes(pipe: Connection) -> int:
+    return int.from_bytes(ioctl(pipe.fileno(), FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_a_rank_killed_while_it_sends_its_result_is_an_outcome() -> None:
+    with Processes(_return_much, 1) as processes:
+        (pipe,) = processes._pipes
+        while _unread_nbytes(pipe) <= 64:  # more than the size of the result: a part of it
+            os.sched_yield()
+        processes.kill(0)
+        assert "exit code -9" in str(processes.wait(0).error)
+
+
 def _block_beside_a_worker(rank: int, worker: Path) -> None:
     pid = os.fork()
     if pid:
@@ -80,13 +102,14 @@ def test_the_deadline_ends_a_rank_that_hangs_and_says_where(tmp_path: Path) -> N
     assert "in _block_with_a_log" in (tmp_path / "log").read_text()
 
 
-def test_a_lambda_is_refused() -> None:
-    with pytest.raises(HwrlError, match="module-level"):
-        run_processes(lambda rank: rank, 1)
-
-
 def _is_imported(rank: int, module: str) -> bool:
     return module in sys.modules
+
+
+@pytest.mark.parametrize("target", [lambda rank: rank, partial(_is_imported, module="os"), Path.exists])
+def test_what_is_no_module_level_function_is_refused(target: Callable[..., object]) -> None:
+    with pytest.raises(HwrlError, match="module-level"):
+        run_processes(target, 1)
 
 
 def test_a_process_starts_with_what_was_preloaded() -> None:
