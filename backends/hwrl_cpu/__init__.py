@@ -1,7 +1,7 @@
 """The reference backend: hwrl on the CPU. Copy this file to start a new backend.
 
 "Device" memory is the C heap, the memory of torch's CPU tensors; "pinned" memory is anonymous mmap. The two are
-separate. So offloading to the host really frees device memory, and the contracts of every backend apply here, too.
+separate. So an offload to the host really frees device memory, and the contracts of all backends apply here, too.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def hwrl_create_backend() -> Backend:
 
 @hwrl.hookimpl
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    # After a part of a prompt vLLM sets a seeded request's generator back, which torch's CPU generator cannot do.
+    # With chunked prefill, vLLM rewinds the generator of a seeded request. torch's CPU generator cannot be rewound.
     return {"enable_chunked_prefill": False} if framework == "vllm" else None
 
 
 class CpuBackend(Backend):
-    """The CPU: one device; work is done when a call returns."""
+    """The CPU: one device, without streams. Its memory is the process's heap; the peak is of the resident set."""
 
     _grouped_attention = True
 

@@ -41,6 +41,7 @@ _Read = TypeVar("_Read")
 _making_device = threading.Lock()
 _ATTEMPTS = 5
 _NOTICE_S = 1.0
+"""How long an abort waits, after the first step of the shutdown, until Gloo has closed the sockets."""
 # Concurrent operations. With torch's default of 2, a stream of 16 MB broadcasts waits for handshakes: 5 % slower.
 _THREADS = 4
 
@@ -63,7 +64,7 @@ class AbortableGroups:
         self._addresses: WeakKeyDictionary[Any, Addresses] = WeakKeyDictionary()
 
     def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        """Return a group for :meth:`abort`; blocks until all ranks are connected. Raises CommError if a stranger is."""
+        """Return a group for :meth:`abort`; blocks until all ranks are connected. Raises CommError for a stranger."""
         gloo, addresses = _connect(store, rank=rank, size=size, timeout=timeout)
         group = dist.ProcessGroup(store, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -103,7 +104,7 @@ def _connect(store: Store, *, rank: int, size: int, timeout: timedelta) -> tuple
 
 
 def _refuse_strangers(store: Store, addresses: Addresses, *, rank: int, size: int, timeout_s: float) -> None:
-    """Raise CommError, in every rank, if the group has a connection without a rank at both ends; close all then.
+    """Raise CommError, in every rank, and shut down all, if a connection of the group lacks a rank at one end.
 
     A stranger cannot write to the store, so each rank writes its connections there. Each member's connection is in two
     notes: once from each end. A connection made later takes nobody's place: Gloo has no free one by then.

@@ -134,7 +134,7 @@ def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
 
 
 class CudaDeviceMap(DeviceMap):
-    """GPU numbers. By the driver's convention, the value -1 hides every GPU."""
+    """GPUs by number, or by UUID in :meth:`narrow` and :meth:`name`. For the driver, the value -1 hides every GPU."""
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
         if env.get(VISIBLE, "").strip() == "-1":

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie end to end, by torch's fused kernel (torch.nn.attention.varlen)."""
+"""Attention over packed sequences, by torch's fused kernel (torch.nn.attention.varlen)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def why_not() -> str:
 
 
 def cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return ``tensors`` in autocast's dtype if autocast is on: torch casts for its own attention, but not for this."""
+    """Return ``tensors`` in autocast's dtype if autocast is on: autocast does not cast for this kernel."""
     if not torch.is_autocast_enabled("cuda"):
         return tensors
     dtype = torch.get_autocast_dtype("cuda")
@@ -37,7 +37,7 @@ def cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether the kernel runs here, and takes this dtype and this size of heads."""
+    """Return whether the kernel runs here, and supports this dtype and head size."""
     size = query.shape[-1]
     return _RUNS and query.dtype in _DTYPES and size == value.shape[-1] <= _HEAD_DIM and size % _HEAD_DIM_STEP == 0
 

@@ -1,8 +1,8 @@
-"""Attention over sequences that lie end to end, by cuDNN's kernel for padded rows.
+"""Attention over packed sequences, by cuDNN's kernel for padded rows.
 
 On Hopper this kernel does about twice the work of torch's varlen kernel (measured on an H200, torch 2.11: 483 against
-254 TFLOP/s forward, 346 against 186 backward). It pays while the sequences of a pack have similar lengths. cuDNN plans
-each shape once, so the caller rounds ``max_length`` to few numbers.
+254 TFLOP/s forward, 346 against 186 backward). It pays if the sequences of a pack have similar lengths. cuDNN plans
+each new shape, so callers should round ``max_length`` to a few values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ backward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backwa
 _SHORTEST = 64
 """Below this length nothing is gained, and the kernel refuses rows of one token."""
 _MOST_PADDING = 1.35
-"""Padded places by tokens. Above it, the padding costs more than the faster kernel gains."""
+"""Places in padded rows per token. Above this number, the padding costs more than the faster kernel gains."""
 
 
 def pays(query: torch.Tensor, value: torch.Tensor, *, rows: int, max_length: int) -> bool:
@@ -119,7 +119,7 @@ _attend.register_autograd(_backward, setup_context=_keep)
 
 
 class _Rows:
-    """The places of a pack's tokens in padded rows, and back. Every layer of a model uses the same ones."""
+    """Copies a pack's tokens to their places in padded rows, and back. All layers of a model share one object."""
 
     _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -134,7 +134,7 @@ class _Rows:
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, tokens: int, max_length: int) -> _Rows:
-        """Return the rows of these boundaries; the last ones are kept as long as ``cu_seqlens`` lives."""
+        """Return the rows for these boundaries, from a cache; an entry lives as long as its ``cu_seqlens``."""
         key = (tokens, max_length, 0 if cu_seqlens.is_inference() else cu_seqlens._version)
         if cu_seqlens not in cls._known or cls._known[cu_seqlens][0] != key:
             cls._known[cu_seqlens] = (key, cls(cu_seqlens, tokens=tokens, max_length=max_length))
@@ -144,12 +144,13 @@ class _Rows:
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """Return (tokens, heads, size) as (rows, heads, length, size).
 
-        The places behind a sequence hold other tokens: causal attention keeps them from the tokens before them.
+        The places after a sequence hold tokens of other sequences. Tokens do not attend to later places, so this is
+        harmless.
         """
         return self._as_rows(packed.index_select(0, self._token))
 
     def pad_with_zeros(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the same for gradients, with zeros behind each sequence."""
+        """Return the same for gradients, with zeros after each sequence."""
         flat = packed.new_zeros(self.count * self.max_length, *packed.shape[1:])
         return self._as_rows(flat.index_copy_(0, self._place, packed))
 
@@ -162,7 +163,7 @@ class _Rows:
 
 
 def _why_not() -> str:
-    """Return why this process cannot use the kernel; or ``''``. The operators are torch's private ones: try them."""
+    """Return why this process cannot use the kernel; or ``''``. It tries torch's operators: they are private."""
     if not torch.cuda.device_count() or torch.cuda.get_device_capability() < _CAPABILITY:
         return "the device is older than Hopper"
     try:

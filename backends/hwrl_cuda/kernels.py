@@ -8,7 +8,7 @@ import torch
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-_OFFSET, _CASTING, _IN_PLACE = 0.0, "llama", False  # its default writes the gradient of x over the gradient of y
+_OFFSET, _CASTING, _IN_PLACE = 0.0, "llama", False  # in place, the gradient of x would overwrite that of the result
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The FLOP/s of dense matrix products on known GPUs, by NVIDIA's data sheets and architecture white papers.
 
-A data sheet that gives only the number with sparsity gives twice the dense one. GeForce: with float32 accumulation.
+If a data sheet gives only the number with sparsity, we use half of it. GeForce numbers are with float32 accumulation.
 """
 
 from __future__ import annotations

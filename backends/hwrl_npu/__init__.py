@@ -127,7 +127,7 @@ def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
 
 
 class NpuBackend(Backend):
-    """torch_npu's device on torch's generic paths, but for how processes are given devices, share memory and meet."""
+    """torch_npu's device by torch's generic functions, with its own device map, attention, IPC and process groups."""
 
     devices = settings.DEVICES
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie end to end, by torch_npu's fused attention in its layout TND."""
+"""Attention over packed sequences, by torch_npu's fused attention in its layout TND."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch_npu
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_SEQUENCES, _MAX_HEAD_DIM = 1024, 768  # by torch_npu 2.13's documentation of the operator
-_MASK = 2048  # so large the operator wants the mask of its mode, for any length
-_CAUSAL_FROM_THE_END = 3  # sparse_mode; as long as queries and keys are the same, the same as from the beginning
+_MASK = 2048  # in this sparse_mode the operator wants a mask of this size, for sequences of any length
+_CAUSAL_FROM_THE_END = 3  # sparse_mode; for as many queries as keys, this is the usual causal mask
 
 
 def why_not() -> str:
@@ -21,7 +21,7 @@ def why_not() -> str:
 
 
 def cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return ``tensors`` in autocast's dtype if autocast is on: the operator is not on its list."""
+    """Return ``tensors`` in autocast's dtype if autocast is on: autocast does not cast for this operator."""
     if not torch.is_autocast_enabled("npu"):
         return tensors
     dtype = torch.get_autocast_dtype("npu")
@@ -41,7 +41,7 @@ def takes(query: torch.Tensor, value: torch.Tensor, sequences: int) -> bool:
 
 
 class FusedAttention:
-    """Calls the operator, and keeps the last boundaries on the host: all layers of a model share them."""
+    """Calls the operator, and caches the last boundaries on the host: all layers of a model share them."""
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[torch.Tensor], list[int]] | None = None
@@ -81,5 +81,5 @@ class FusedAttention:
 
 @cache
 def _mask(device: torch.device) -> torch.Tensor:
-    """Return the operator's mask: True where a query must not see a key."""
+    """Return the operator's mask: True where a query must not attend to a key."""
     return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu(1)

@@ -1,6 +1,7 @@
 """The FLOP/s of dense matrix products, from CANN's own description of each NPU.
 
-Its platform files give the cube units of a device, their clock, and the products of one clock (docs/npu.md).
+Its platform files give the number of a device's cube units, their clock rate, and their products per clock
+(docs/npu.md).
 """
 
 from __future__ import annotations

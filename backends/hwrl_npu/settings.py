@@ -10,7 +10,7 @@ from hwrl.interfaces import DeviceMap, Finding, ProbeContext
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Two names of the allocator's settings: torch_npu's own name, and torch's name, known to newer torch_npu."""
+"""The variables with the allocator's settings: torch_npu's own, and torch's, read by newer torch_npu."""
 _SHOWN = (VISIBLE, "ASCEND_HOME_PATH", *ALLOCATOR, "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "TASK_QUEUE_ENABLE")
 _PORTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "HCCL_IF_BASE_PORT", "HCCL_NPU_SOCKET_PORT_RANGE": ""}
 """HCCL's port ranges, each with an older variable for the same setting."""

@@ -19,7 +19,10 @@ _EXTRA_OF = dict.fromkeys(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
+    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 130 Ctrl-C.
+
+    Help, ``--version`` and wrong usage raise SystemExit, with status 0, 0 and 2.
+    """
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
         status: int = args.run(args)
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments. ``overrides`` of a command may stand before and after its options."""
+    """Parse the command line. ``overrides`` of a command may stand before and after its options."""
     if not words:
         _parser(None).print_help(sys.stderr)
         raise SystemExit(2)

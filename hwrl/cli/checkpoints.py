@@ -187,7 +187,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 @contextlib.contextmanager
 def _drafting(out: Path) -> Iterator[Path]:
-    """Yield a path, which is renamed to ``out`` after the block; ConfigError for an error of the disk."""
+    """Yield a path; after the block, rename it to ``out``. ConfigError for an error of the disk."""
     from safetensors import SafetensorError
 
     try:
@@ -333,7 +333,7 @@ def _ledger(info: CheckpointInfo) -> dict[str, Any] | None:
 
 
 def _prompts(info: CheckpointInfo) -> str:
-    """Return the numbers of prompts in each state, in words."""
+    """Return the number of prompts in each state, as text; empty without a ledger."""
     from hwrl.rollout.ledger import count_prompts
 
     state = _ledger(info)

@@ -1,4 +1,4 @@
-"""Find subcommands: the built-in ones by module, the others by asking every plugin."""
+"""Find subcommands: a built-in one is a module; for others, all plugins are loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUILT_IN = (
     "new-engine",
     "new-transport",
 )
-"""Names of subcommands, and with ``_`` of the modules in this package with ``HELP``, ``configure`` and ``run``."""
+"""The built-in subcommands. Each is a module here (``_`` for ``-``) with ``HELP``, ``configure`` and ``run``."""
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -44,8 +44,8 @@ _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 class Commands:
     """The subcommands of this process. A built-in command loads no plugin; any other loads all plugins.
 
-    After :meth:`find` and :meth:`all`, ``problems`` holds a sentence for each failed plugin and for each name with
-    several plugins. Neither affects the other commands.
+    After :meth:`find` and :meth:`all`, ``problems`` holds a sentence for each failed plugin and for each name claimed
+    by several plugins. Neither affects the other commands.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Commands:
         return claims[0][1] if claims else None
 
     def all(self) -> list[Command]:
-        """Return every command, the built-in ones first, without those of several plugins."""
+        """Return every command, the built-in ones first, without the names claimed by several plugins."""
         claims = self._load()
         self.problems += [_conflict(name, each) for name, each in sorted(claims.items()) if len(each) > 1]
         return [*map(_built_in, BUILT_IN), *(each[0][1] for _, each in sorted(claims.items()) if len(each) == 1)]

@@ -61,7 +61,7 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _require_folders(*paths: Path | None) -> None:
-    """Raise ConfigError before any check if the report could not be written after them."""
+    """Raise ConfigError before the checks if the folder of a report is missing."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}", why=f"there is no folder {path.parent}", fix="make it first")

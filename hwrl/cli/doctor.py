@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(registry: Registry, *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the report as plain data. Its ``ok`` is true if the chosen backend can run."""
+    """Return the report as plain data. Its ``ok`` is true if the chosen backend can run and no finding is an error."""
     survey = registry.survey()
     backends = {probed.plugin.info.name: _describe(probed, ProbeContext(env=env)) for probed in survey.probed}
     report = {

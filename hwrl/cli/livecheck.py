@@ -1,4 +1,4 @@
-"""Use the chosen backend for a moment in a child process: a broken driver may hang or kill it.
+"""Try the chosen backend in a child process, because a broken driver may hang or kill the process.
 
 The child writes its report to a file, because a vendor's library may print to stdout.
 """
@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
-    """Try backend ``name`` in a child process; return ``ok``, ``why`` not, its devices and capabilities."""
+    """Try backend ``name`` in a child process; return its devices and capabilities, ``ok``, and ``why`` if not."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         # The child imports the same hwrl and plugins as this process, and none from its working directory.

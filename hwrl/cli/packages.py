@@ -1,7 +1,7 @@
 """Write a package for a new backend, engine or transport, from the templates beside this file.
 
-A template is a plain file. Its name ends in ``.template``, and ``MODULE`` in its path is the module's name; ``$name``
-and the other fields of :func:`_fields` stand in its text.
+A template is a file with a name in ``.template``. ``MODULE`` in its path stands for the module's name; ``$name`` and
+the other fields of :func:`_fields` stand for their values in its text.
 """
 
 from __future__ import annotations

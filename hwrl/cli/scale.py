@@ -1,4 +1,4 @@
-"""``hwrl scale``: another number of rollout replicas for a run that goes on."""
+"""``hwrl scale``: change the number of rollout replicas of a running run."""
 
 from __future__ import annotations
 

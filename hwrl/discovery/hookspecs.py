@@ -42,13 +42,13 @@ def hwrl_backend_info() -> BackendInfo:
 
 @hookspec(firstresult=True)
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    """Return whether the backend can run here, with the reason, within milliseconds; must not import torch."""
+    """Return whether the backend can run here, and why. Must take only milliseconds and import no torch."""
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_create_backend() -> Backend:
-    """Return the backend. May import torch and the vendor's library. Called once per process, after the choice."""
+    """Return the backend. May import torch and the vendor's library. A process creates at most one."""
     raise NotImplementedError
 
 
@@ -62,9 +62,10 @@ def hwrl_process_env(
 ) -> dict[str, str]:
     """Return environment variables for a new worker of ``role``, given the driver's ``env``. Optional.
 
-    ``exports_memory``: other processes will open the worker's device memory. ``shares_device``: other processes use
-    its device, too. ``devices``: the worker's devices, numbered as the driver (on a cluster, the worker's machine)
-    sees them; hwrl makes only these visible. Empty if Ray chooses them.
+    hwrl sets only variables without a value in ``env``. ``exports_memory``: other processes will open the worker's
+    device memory. ``shares_device``: other processes use its device, too. ``devices``: the worker's devices by their
+    index among the driver's (on a cluster, among those of the worker's machine); hwrl makes only these visible. Empty
+    if Ray chooses them.
     """
     raise NotImplementedError
 
@@ -86,7 +87,7 @@ def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
 
 @hookspec(firstresult=True)
 def hwrl_kernels() -> Kernels | None:
-    """Return the backend's fused operations; None, or an operation left out, if it has none. Optional.
+    """Return the backend's fused operations, without those it lacks; None if it has none. Optional.
 
     May import torch and the vendor's library. hwrl calls it once per train engine, on the chosen backend's plugin.
     """
@@ -95,7 +96,7 @@ def hwrl_kernels() -> Kernels | None:
 
 @hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
-    """Yield lines for ``hwrl doctor`` about this device's environment; same limits as a probe. Optional."""
+    """Yield lines for ``hwrl doctor`` about this device's environment. The limits of a probe apply. Optional."""
     raise NotImplementedError
 
 
@@ -104,8 +105,8 @@ def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
     """Check, before anything starts, that this machine has the framework and that ``options`` are valid. Optional.
 
     ``asked_by`` is the configuration key with the plugin's name, ``train.engine`` or ``rollout.engine``; ``options``
-    are the user's options for it. Raise the errors of the engine's own hook. Same limits as a probe: no torch,
-    milliseconds.
+    are the user's options for it. Raise the same errors as the engine's own hook. The limits of a probe apply: no
+    torch, milliseconds.
     """
     raise NotImplementedError
 
@@ -139,8 +140,8 @@ def hwrl_engine_memory(
     """Return the memory of one process of the plugin's engine, for ``hwrl plan``. Optional.
 
     ``settings`` and ``options`` are those of the plugin's train engine, on ``ranks`` ranks, or of its rollout engine,
-    for one worker (``ranks`` is 1). Each process has a device of ``device_nbytes``. Reads the model's configuration
-    only: there may be no device and no framework. Needs seconds. Raise the errors of the engine's own hook.
+    for one worker (``ranks`` is 1). Each process has a device of ``device_nbytes``. Read the model's configuration
+    only: there may be no device and no framework. It may take seconds. Raise the same errors as the engine's own hook.
     """
     raise NotImplementedError
 
@@ -149,7 +150,7 @@ def hwrl_engine_memory(
 def hwrl_commands() -> Iterable[Command]:
     """Return the subcommands that the plugin adds to ``hwrl``. Optional.
 
-    Called by ``hwrl --help``, and when a command is not built in. Must import no torch and need milliseconds.
+    Called by ``hwrl --help``, and for every command not built in. Must take only milliseconds and import no torch.
     """
     raise NotImplementedError
 

@@ -1,7 +1,7 @@
-"""Load entry points as checked plugins. A broken plugin becomes a record and does not affect the others.
+"""Load entry points as checked plugins. A broken one becomes a LoadFailure and does not affect the others.
 
-Each plugin has its own plugin manager. pluggy's loader does not fit: one broken entry point aborts the loading of all,
-and of two entry points with one name it silently drops the second.
+Each plugin has its own plugin manager. We do not use pluggy's loader: one broken entry point ends the loading of all,
+and of two entry points with the same name it silently drops the second.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Plugin:
 class Installed(Generic[_LoadedT]):
     """The installed entry points, by name. Each loads on first use, once.
 
-    ``load`` loads an entry point, given all its names. An exception in it becomes a LoadFailure.
+    The function ``load`` gets an entry point and all its names. An exception in it becomes a LoadFailure.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Plugins other than backends, such as train engines. The configuration names them.
 
-They are entry points of the group ``hwrl.plugins``: the name is for the configuration, the value is the plugin module.
-hwrl imports only the named plugin.
+They are entry points of the group ``hwrl.plugins``. The configuration uses the entry point's name; its value is the
+plugin module. A run imports only the named plugins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_hook(
     optional: bool = False,
     entry_points: Iterable[EntryPoint] | None = None,
 ) -> Any:
-    """Return a function with keyword arguments: it calls ``hook`` of the plugin ``name``.
+    """Load the plugin ``name`` and return a function to call its ``hook`` with keyword arguments.
 
     For the error messages, ``asked_by`` is the configuration key with the value ``name``, and ``built_in`` are the
     names without a plugin. If the hook is ``optional`` and the plugin lacks it, the function does nothing.
@@ -69,7 +69,7 @@ def load_hook(
 
 
 def plugins_with_hook(hook: str) -> list[str]:
-    """Return the names of the installed plugins with ``hook``, and of broken ones: choosing one shows the reason."""
+    """Return the names of the installed plugins with ``hook``, and of broken ones: their use shows the reason."""
     return list(_with_hook(Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks), hook))
 
 

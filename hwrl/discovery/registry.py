@@ -1,8 +1,8 @@
 """Choose one backend for this process.
 
 Backends are entry points of the group ``hwrl.backends``: the name is the backend's name, the value its plugin module.
-An alias is one more name for the same value. The choice follows, in this order: :func:`set_backend`; the variable
-``HWRL_BACKEND``, without any detection; the probes of all plugins.
+An alias is one more name for the same value. The first of these decides: :func:`set_backend`; the variable
+``HWRL_BACKEND``; detection by the probes of all plugins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACKEND_VARIABLE = "HWRL_BACKEND"
 class Probed:
     """One plugin's answer, and the duration of its probe.
 
-    ``faulty``: the probe raised an exception or returned a wrong type. Then ``result`` is ``unknown``, with the reason.
+    ``faulty``: the probe raised an exception or returned a wrong type. Then ``result`` says ``unknown`` and why.
     """
 
     plugin: Plugin
@@ -122,9 +122,9 @@ class Registry:
                 self._adopt(self._made(self._choose_named(choice, asked_by="set_backend").plugin))
 
     def host_backend(self) -> Backend:
-        """Return the fallback backend, which serves the host of every device; it may be the chosen one.
+        """Return the fallback backend. It serves the host of every device, and may be the chosen backend, too.
 
-        Raises BackendUnavailableError if none can run here.
+        Raises BackendUnavailableError if no fallback can run here.
         """
         with self._lock:
             if self._backend is not None and self._backend.info.fallback:
@@ -158,10 +158,11 @@ class Registry:
     def process_env(
         self, role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
     ) -> dict[str, str]:
-        """Return the chosen backend's environment variables for a worker of ``role``, except those set already.
+        """Return the chosen backend's environment variables for a worker of ``role``, except those set in this process.
 
         With ``exports_memory`` other processes will open the worker's device memory; with ``shares_device`` they use
-        its device, too. ``devices`` are the worker's devices. Empty if the backend needs none, or if no plugin made it.
+        its device, too. ``devices`` are the worker's devices. Empty if the backend needs none, or is an object without
+        a plugin.
         """
         plugin = self._chosen_plugin()
         if plugin is None:
@@ -208,7 +209,7 @@ class Registry:
         return _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
 
     def kernels(self) -> Kernels:
-        """Return the chosen backend's fused operations; without any if it brings none."""
+        """Return the chosen backend's fused operations; each is None if the backend has none."""
         plugin = self._chosen_plugin()
         if plugin is None:
             return Kernels()

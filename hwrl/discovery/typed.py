@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def type_mismatch(value: object, kind: Any, *, name: str = "it") -> str:
-    """Return the reason why ``value`` is not of type ``kind``; an empty text if it is; ``name`` is its name there.
+    """Return the reason why ``value`` is not of type ``kind``, an empty text if it is; it calls the value ``name``.
 
     ``kind`` is ``Any``, a class, a dataclass with fields of these kinds, ``Literal``, a union, or ``tuple`` or ``dict``
     of these kinds. A bool is not an int.

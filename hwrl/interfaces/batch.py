@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, padded on the right: a prompt and all that follows, by the policy and by others.
+    """Rows of tokens, padded on the right: a prompt and all tokens after it, by the policy and by others.
 
     ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on the policy's tokens),
     ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, or
     rows × length, float32). The others may be None: ``proximal_logprobs`` (rows × length: the policy's at the start of
-    the step), ``reference_logprobs`` (rows × length: a frozen policy's), ``weights`` (rows, float32: the factor of each
-    of a row's tokens in the loss; None: 1). A critic adds ``values`` before each token and ``returns`` (rows × length).
+    the step), ``reference_logprobs`` (rows × length: a frozen policy's), ``weights`` (rows, float32: a factor on the
+    loss of each token of the row; None: 1). A critic adds ``values`` (its estimate before each token) and ``returns``
+    (both rows × length).
     """
 
     tokens: torch.Tensor
@@ -53,7 +54,7 @@ class Batch:
         return Batch(**chosen)
 
     def lengths(self) -> torch.Tensor:
-        """Return the length of each row, up to the policy's last token: nothing behind it is trained."""
+        """Return the length of each row up to the policy's last token; no token after it is trained."""
         import torch
 
         places = torch.arange(1, self.mask.shape[1] + 1)

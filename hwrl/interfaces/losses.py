@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class LossInputs:
     """The policy's tokens of some rows, one element of each tensor for each token; float32, on one device.
 
-    ``logprobs`` carries the gradient. All else is constant: ``behaviour`` (log-probabilities of the rollout engine),
-    ``proximal`` (of the policy at the start of the step) and ``reference`` (of a frozen policy), each None if the loss
-    does not need it, ``advantages``, and ``entropy`` of the policy's distribution at each token. ``entropy`` carries a
-    gradient, too, if the loss needs that. ``rows`` (int64) tells the row of each token, 0 … ``row_count`` - 1; a row is
-    a trajectory. Rows are whole, unless the loss is token-local. There may be no tokens and no rows: a rank with fewer
-    micro-batches than the others runs empty ones.
+    ``logprobs`` carries the gradient. ``behaviour`` has the log-probabilities of the rollout engine, ``proximal`` of
+    the policy at the start of the step, ``reference`` of a frozen policy; the last two are None if the loss does not
+    need them. ``entropy`` is the entropy of the policy's distribution at each token; it carries a gradient only if the
+    loss needs it. All others, ``advantages`` too, are constant. ``rows`` (int64) has each token's row, 0 …
+    ``row_count`` - 1; a row is a trajectory. Rows are whole, unless the loss is token-local. There may be no tokens and
+    no rows: a rank with fewer micro-batches than the others runs empty ones.
     """
 
     logprobs: torch.Tensor
@@ -45,7 +45,7 @@ class LossInputs:
 
 
 class TokenLoss(Protocol):
-    """A policy loss, token by token. A function becomes one when a run loads it, with the defaults given here."""
+    """A policy loss, token by token. A plain function serves as one: a run adds the defaults given here."""
 
     @property
     def token_local(self) -> bool:

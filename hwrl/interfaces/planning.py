@@ -1,4 +1,4 @@
-"""How engines tell their memory before they exist: :class:`MemoryCause`."""
+"""How engines predict their memory before they exist: :class:`MemoryCause`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryCause:
 
 
 def phase_nbytes(causes: Iterable[MemoryCause], phase: Phase, *, place: Place = "device", certain: bool = False) -> int:
-    """Return the bytes on ``place`` in ``phase``; with ``certain``, without the estimates."""
+    """Return the bytes on ``place`` in ``phase``; with ``certain``, only the certain ones."""
     return sum(
         one.nbytes for one in causes if one.place == place and phase in one.phases and (one.certain or not certain)
     )

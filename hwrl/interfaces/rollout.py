@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 class Sampling:
     """How to sample a response; ValueError for a value out of its range.
 
-    Tokens come from the softmax of the logits, divided by ``temperature``. Three filters shape it, in this order, and
-    each sees what the one before left, renormalised. ``min_p`` (0 to 1) drops tokens below this share of the largest
-    probability. ``top_k`` keeps that many of the most probable tokens, and equal ones; -1 keeps all. ``top_p`` (above
-    0, to 1) keeps the fewest of the most probable tokens with this probability together. A token's log-probability is
-    the one in the filtered distribution. ``temperature`` 0 is greedy, without filters, with log-probabilities of
-    temperature 1.
+    Tokens come from the softmax of the logits, divided by ``temperature``. Three filters then drop tokens, in this
+    order; each sees the renormalised result of the one before. ``min_p`` (0 to 1) drops tokens below this share of the
+    largest probability. ``top_k`` keeps the ``top_k`` most probable tokens, and ties with the last of them; -1 keeps
+    all. ``top_p`` (above 0, to 1) keeps the smallest set of most probable tokens with at least this total probability.
+    A token's log-probability is the one in the filtered distribution. ``temperature`` 0 is greedy, without filters; its
+    log-probabilities are those of temperature 1.
 
-    The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it: its last
-    token is the first to complete a text. Special tokens count with their text. ``seed`` (0 to 2**63 - 1) makes the
-    tokens depend on the prompt and the weights alone; None: the engine's seed.
+    The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it. The
+    response ends with the first token to complete a stop text; special tokens count with their text. ``seed`` (0 to
+    2**63 - 1) makes the tokens depend on the prompt and the weights alone, not on other requests; None: the engine's
+    seed.
     """
 
     max_new_tokens: int
@@ -71,7 +72,7 @@ class RolloutSettings:
 
     ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
     ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
-    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``sampling`` is that of most later
+    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``sampling`` announces the sampling of most
     requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
     adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
     first ``tensor_parallel`` devices, and takes weights on the first.
@@ -91,7 +92,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate. ``request_id`` is the caller's and comes back with the response."""
+    """One response to generate. The caller chooses ``request_id``; it comes back with the response."""
 
     request_id: int
     prompt_ids: Ints
@@ -112,8 +113,9 @@ class WeightOffer:
 
     The link is called ``link``, in the store at the address ``store``; never log that, for it holds the store's key.
     ``proposal`` is the number of the proposal, and ``version`` its version. ``members`` are the receivers' numbers in
-    the link; None for a receiver that has no part in this proposal. ``timeout_s`` limits the wait for a stored version
-    to be complete, and ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
+    the link; None for a receiver without a part in this proposal. ``timeout_s`` limits the wait for a stored version to
+    be complete; ``limit_s`` limits the whole receive. With ``once`` the receivers free their memory for the link
+    afterwards.
     """
 
     store: str = field(repr=False)
@@ -158,8 +160,8 @@ class RolloutEngine(ABC):
     def step(self) -> list[Completion]:
         """Return the requests that finished since the last call. Blocks until a running request has a new token.
 
-        Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
-        returns at once. A run counts each return with a pending request as progress: its replica is not hung.
+        Call it in a loop: an engine may work between the calls, but need not. Without a pending request it returns at
+        once. While requests are pending, a run counts each return as progress; a replica without progress is hung.
         """
 
     @abstractmethod
@@ -191,15 +193,15 @@ class RolloutEngine(ABC):
 
         The version before is lost at the call: :attr:`version` is -1, and with ``settings.lora`` :attr:`base` is None.
         When all receivers hold one version, later tokens come from it; with ``settings.lora`` it is the new base.
-        Returns the number of the proposal then held: the offered one or, of stored versions, perhaps an earlier one.
-        Returns None, and the engine has no version, if the transfer did not commit, or if another offer must complete
-        the version. The caller has checked the tensors with :meth:`check_weights`. Raises EngineError if the engine
-        itself failed.
+        Returns the number of the proposal in the engine now: the offered one or, with stored versions, perhaps an
+        earlier one. Returns None if the transfer did not commit, or if another offer must complete the version; then
+        the engine has no version. The caller has checked the tensors with :meth:`check_weights`. Raises EngineError if
+        the engine itself failed.
         """
         raise _without_receivers()
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
-        """Copy the base model with identity ``base`` into the model; :attr:`version` is -1 until an adapter follows.
+        """Copy the base model with identity ``base`` into the model. :attr:`version` is -1 until :meth:`load_adapter`.
 
         Names and errors are as in :meth:`load_weights`. After an error in the middle, :attr:`base` is None.
         """
@@ -215,7 +217,7 @@ class RolloutEngine(ABC):
         raise adapter_unsupported()
 
     def sleep(self, *, level: int) -> int:
-        """Free device memory for other users, and return the freed bytes; 0 if a part sleeps already. Blocks.
+        """Free device memory for other users, and return the freed bytes; 0 if any part sleeps already. Blocks.
 
         Drops the attention cache. Level 1 keeps the weights in host memory; :attr:`version` and :attr:`base` stay.
         Level 2 drops the weights; :attr:`version` is -1 and :attr:`base` None until the caller loads weights again,

@@ -14,8 +14,8 @@ Attributes: TypeAlias = Mapping[str, Attribute]
 class Span:
     """A stretch of time in the life of a prompt, for instance a call of a tool.
 
-    Both times are seconds since 1970 (UTC), by the clock of the machine where it happened. ``name`` is one of a few
-    words; ``attributes`` say the rest.
+    Both times are seconds since 1970 (UTC), by the clock of the machine where it happened. ``name`` comes from a small
+    fixed set; ``attributes`` has the details.
     """
 
     name: str

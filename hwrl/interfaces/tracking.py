@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hwrl.interfaces.tracing import PromptTrace
 
 RunStatus = Literal["finished", "interrupted", "failed"]
-"""How tracking ended. ``interrupted`` also before trainers go back to a checkpoint; then it starts again."""
+"""How the tracking ended. ``interrupted`` may also mean: trainers go back to a checkpoint, and a new tracker starts."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Take metrics of ``step``, counted from 1. An evaluation's come in a second call for its step."""
+        """Take metrics of ``step``, counted from 1. The metrics of an evaluation come in a second call for the step."""
 
     def trace(self, traces: Sequence[PromptTrace]) -> None:  # noqa: B027 - optional; most trackers show no traces
-        """Take the traces of one training step's prompts, with ``report.trace_every``. Optional."""
+        """Take the traces of one training step's prompts. Called only with ``report.trace_every``; optional."""
 
     @abstractmethod
     def finish(self, status: RunStatus) -> None:
-        """Close the run; return when everything is sent. hwrl waits a minute."""
+        """Close the run; return when everything is sent. hwrl waits at most a minute."""

@@ -36,10 +36,10 @@ class EngineSettings:
     adapter on it; the adapter's initial values depend on ``seed``. ``context_parallel`` ranks share each micro-batch.
     With ``param_offload`` and ``optimizer_offload``, parameters and optimizer state are in host memory outside
     :meth:`TrainEngine.on_device`. With ``activation_checkpointing`` a layer keeps only its inputs for the backward
-    pass, and runs forward twice; ``auto`` does that to as many layers as the device's memory needs. ``compile``
-    compiles the layers; ``auto`` does that if it pays on the device. Layers that are not compiled run on the backend's
-    fused operations, with ``fused_kernels``. The FSDP2 engine shards a model over ``shard_ranks`` ranks, None: over
-    all, and replicates it over the others. With ``host_step`` parameters, gradients and optimizer state live in host
+    pass, and runs forward twice; ``auto`` does this for as many layers as needed to fit the device's memory.
+    ``compile`` compiles the layers; ``auto`` does this if it is faster on the device. With ``fused_kernels``, layers
+    without compilation use the backend's fused operations. ``shard_ranks`` is the number of ranks with one sharded copy
+    of the model (FSDP2 engine); None: all. With ``host_step`` parameters, gradients and optimizer state live in host
     memory, and the optimizer steps there.
     """
 
@@ -97,7 +97,7 @@ class TrainEngine(ABC):
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
         """Load parameters (with ``optimizer``, its state, too) to the device for the block; offload again at its end.
 
-        It offloads after an error, too, but never a part that was on the device before. The context's value reports
+        It offloads after an error, too. A part on the device before the block stays there. The context's value reports
         the transfers; its ``offload`` is complete after the block.
         """
 
@@ -112,12 +112,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the current policy's log-probability of each token (rows × length, float32; 0 off the mask)."""
+        """Return the policy's log-probability of each token (rows × length, float32; 0 where the mask is false)."""
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the starting model's log-probability of each token (rows × length, float32; 0 off the mask).
+        """Return the reference model's log-probability of each token, like :meth:`logprobs`.
 
-        The reference never changes. Raises ConfigError if the engine has none.
+        The reference is the model at the start of training; it never changes. Raises ConfigError if the engine has
+        none.
         """
         raise ConfigError(
             f"{type(self).__name__} has no reference model",
@@ -127,7 +128,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer, as the model's files name and divide it.
+        """Yield every parameter and persistent buffer, under the names and in the parts of the model's files.
 
         With an adapter, yield the base model's; they never change.
 
