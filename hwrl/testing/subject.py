@@ -65,8 +65,8 @@ class Subject:
 def find_subject(name: str, *, kind: Kind | None = None, options: Mapping[str, Any] | None = None) -> Subject:
     """Return the installed or built-in subject ``name``, of ``kind`` if that is given.
 
-    Loads every plugin and no backend. Raises ConfigError for an unknown name, for the name of
-    several kinds, and for ``options`` of anything but an engine.
+    Loads every plugin, but no backend. Raises ConfigError if the name is unknown, if several kinds have it, and if
+    anything but an engine of a plugin gets ``options``.
     """
     kinds = [each for each in Kind if kind in (None, each) and name in installed_names(each)]
     if not kinds:
@@ -77,8 +77,12 @@ def find_subject(name: str, *, kind: Kind | None = None, options: Mapping[str, A
             why=f"it is the name of a {' and of a '.join(kinds)}",
             fix=f"add --kind {kinds[0]}, or --kind {kinds[1]}",
         )
-    if options and kinds[0] not in _HOOKS:
-        raise ConfigError(f"the {kinds[0]} {name!r} takes no options", why="engines alone do", fix="leave them out")
+    if options and (kinds[0] not in _HOOKS or name in _BUILT_IN[kinds[0]]):
+        raise ConfigError(
+            f"the {kinds[0]} {name!r} takes no options",
+            why="only an engine of a plugin has options",
+            fix="leave them out",
+        )
     return Subject(kinds[0], name, options or {})
 
 

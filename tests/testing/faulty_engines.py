@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import hwrl
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, UnsupportedError
 from hwrl.interfaces import MEMORY_TAGS, Batch, Completion, GenerationRequest, Moved, RolloutSettings, TokenLoss
 from hwrl.rollout import EmbeddedEngine
 from hwrl.train import FsdpEngine
@@ -35,6 +35,8 @@ def hwrl_train_engine(settings: Any, options: Any, backend: Any, group: Any) -> 
 
 @hwrl.hookimpl
 def hwrl_rollout_engine(settings: RolloutSettings, options: Any, backend: Any) -> EmbeddedEngine:
+    if fault("it cannot sleep") and settings.may_sleep:
+        raise UnsupportedError("this engine cannot sleep", why="it never learnt to", fix="leave it awake")
     return FaultyRolloutEngine.from_settings(settings, backend=backend)
 
 
@@ -126,6 +128,13 @@ def hwrl_engine(like: FsdpEngine) -> Iterator[FsdpEngine]:
 
 
 class FaultyRolloutEngine(EmbeddedEngine):
+    is_closed = False
+
+    def close(self) -> None:
+        assert not self.is_closed, "an engine is closed once"
+        self.is_closed = True
+        super().close()
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if fault("a request without room is cut"):
             room = self._max_length // 2

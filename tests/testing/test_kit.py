@@ -165,6 +165,7 @@ def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) 
         ("conformance", "cpu", "--badge", "badge.svg", "-k", "TestRun"): "earns no badge",
         ("conformance", "cpu", "-k", "no_such", "--json", "no/report.json"): "there is no folder no",
         ("conformance", "cpu", "--options", '{"room": 8}'): "takes no options",
+        ("conformance", "embedded", "--options", '{"room": 8}'): "takes no options",
         ("conformance", "embedded", "--options", "room"): "JSON object",
         ("conformance", "cpu", "--kind", "transport"): "there is no transport 'cpu'",
     }

@@ -99,6 +99,20 @@ def test_the_kit_catches_a_rollout_engine(name: str, faulty_engines: None, monke
     assert_caught(check(Kind.ROLLOUT_ENGINE, ROLLOUT_FAULTS[name]), ROLLOUT_FAULTS[name])
 
 
+def test_a_failed_check_leaves_no_engine_asleep(faulty_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWRL_FAULT", "a second sleep frees again")
+    failed = check(Kind.ROLLOUT_ENGINE, "TestRolloutSleep").failed
+    assert {name.partition("[")[0] for name in failed} == {"TestRolloutSleep::test_it_generates_the_same_after_a_sleep"}
+
+
+def test_an_engine_that_cannot_sleep_is_skipped_and_closed_once(
+    faulty_engines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HWRL_FAULT", "it cannot sleep")
+    report = check(Kind.ROLLOUT_ENGINE, "TestRolloutSleep or test_abort_drops_every_request")
+    assert (report.failed, report.names("passed")) == ([], ["TestRollout::test_abort_drops_every_request"])
+
+
 @pytest.mark.parametrize("name", TRANSPORT_FAULTS)
 def test_the_kit_catches_a_transport(name: str, faulty_transport: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWRL_FAULT", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -53,14 +54,14 @@ class _OfRolloutEngine:
         stash, wanted = request.session.stash, (subject.name, self.may_sleep)
         last, engine = stash.get(_kept, (None, None))
         if engine is None or last != wanted:
-            if engine is not None:
-                del stash[_kept]
-                engine.close()
-            else:
-                request.session.addfinalizer(lambda: _close_kept(stash))
+            _close_kept(stash)
+            request.session.addfinalizer(lambda: _close_kept(stash))
             engine = self._make(backend, subject)
             stash[_kept] = wanted, engine
         engine.abort()
+        if self.may_sleep:  # a failed check may have left it asleep
+            with contextlib.suppress(UnsupportedError):
+                engine.wake()
         engine.load_weights(model_weights().items(), version=1)
         return engine
 
@@ -80,8 +81,10 @@ class _OfRolloutEngine:
 
 
 def _close_kept(stash: pytest.Stash) -> None:
+    """Close the engine in ``stash``, if there is one, and forget it."""
     _, engine = stash.get(_kept, (None, None))
     if engine is not None:
+        del stash[_kept]
         engine.close()
 
 
