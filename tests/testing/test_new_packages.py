@@ -128,6 +128,13 @@ def test_the_tests_in_the_packages_are_collected(written: Path, python: Path) ->
     assert all(f"hwrl-{name}/tests/test_conformance.py::Test" in ended.stdout for name in COMMANDS)
 
 
+def test_the_tests_in_a_new_backend_run_without_a_variable(written: Path, python: Path) -> None:
+    tests = written / "hwrl-acme" / "tests" / "test_conformance.py"
+    alone = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", os.devnull, "--rootdir", str(written)]
+    ended = run(python, ["-m", "pytest", "-q", "-k", "TestCapability", *alone, str(tests)])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_the_new_backend_is_not_chosen_by_detection(python: Path) -> None:
     """It computes on the host only where HWRL_BACKEND asks for it."""
     report = json.loads(run(python, ["-c", COMMAND, "doctor", "--json"]).stdout)
