@@ -31,14 +31,14 @@ INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo col
 _SUPPORT = {
     Capability.STREAMS: Support("unsupported", "CPU work runs in the calling thread; streams are inline"),
     Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
-    Capability.REGISTERED_MEMORY: Support("supported", "the processor copies, and needs no page locked"),
+    Capability.REGISTERED_MEMORY: Support("supported", "the processor copies, so no page must be locked"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
     Capability.COLLECTIVES: Support("supported", "Gloo"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),
     Capability.VARLEN_ATTENTION: Support("unsupported", "no fused kernel: sequences are padded to the longest"),
-    Capability.COMPILED_TRAINING: Support("unsupported", "compiling costs more than it gives on small models"),
+    Capability.COMPILED_TRAINING: Support("unsupported", "for small models, compilation costs more than it saves"),
 }
 
 

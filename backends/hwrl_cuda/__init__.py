@@ -154,7 +154,7 @@ class CudaDeviceMap(DeviceMap):
         return {"num_gpus": count}
 
 
-def _unless(reason: str, support: Support) -> Support:
+def _supported_unless(reason: str, support: Support) -> Support:
     return Support("unsupported", reason) if reason else support
 
 
@@ -178,9 +178,9 @@ class CudaBackend(Backend):
         if capability is Capability.VARLEN_ATTENTION:
             from hwrl_cuda import attention
 
-            return _unless(attention.why_not(), _VARLEN)
+            return _supported_unless(attention.why_not(), _VARLEN)
         if capability is Capability.COMPILED_TRAINING:
-            return _unless(_why_not_compiled(), _COMPILED)
+            return _supported_unless(_why_not_compiled(), _COMPILED)
         return _SUPPORT.get(capability) or super().supports(capability)
 
     def varlen_attention(

@@ -52,7 +52,7 @@ _SUPPORT = {
     Capability.VARLEN_ATTENTION: _SIMULATED,
     Capability.COMPILED_TRAINING: Support("unsupported", "torch's compiler is not proven with torch_npu"),
     Capability.REGISTERED_MEMORY: Support("unsupported", "torch_npu has no call for it"),
-    Capability.SHARED_DEVICE_GROUPS: Support("unsupported", "HCCL wants a device for each rank"),
+    Capability.SHARED_DEVICE_GROUPS: Support("unsupported", "HCCL needs a device of its own for each rank"),
 }
 
 

@@ -159,7 +159,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     info = _complete(args)[-1]
     if info.manifest.nodes > 1:
         raise DataError(
-            f"step {info.step} in {args.dir} is no whole model",
+            f"step {info.step} in {args.dir} is not a whole model",
             why=f"it is the part of node {info.manifest.node} of {info.manifest.nodes}",
             fix="put the parts of all nodes together with `hwrl checkpoints join`, and export the result",
         )

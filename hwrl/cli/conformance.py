@@ -56,7 +56,7 @@ def _options(text: str) -> dict[str, Any]:
             "--options cannot be read", why=f"{exc} in {text!r}", fix="write a JSON object, like '{\"room\": 8}'"
         ) from exc
     if not isinstance(found, dict):
-        raise ConfigError("--options is no JSON object", why=f"it is {text!r}", fix="write '{\"name\": value}'")
+        raise ConfigError("--options is not a JSON object", why=f"it is {text!r}", fix="write '{\"name\": value}'")
     return found
 
 

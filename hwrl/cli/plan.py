@@ -62,7 +62,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     nbytes = float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else 0.0
     if not 1 <= nbytes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 80GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB")
     return int(nbytes)
 
 
@@ -72,5 +72,5 @@ def _rate(text: str) -> float:
 
 def _count(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to 1048576")
     return int(text)

@@ -27,5 +27,5 @@ def _count(text: str) -> int:
     from hwrl.run.config import MOST_PROCESSES
 
     if not text.isdigit() or not 0 < int(text) <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_PROCESSES}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_PROCESSES}")
     return int(text)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to 1048576")
     return int(text)
 
 

@@ -34,7 +34,7 @@ API_VERSION = (1, 0)
 
 
 class Capability(StrEnum):
-    """Features that some devices lack. :meth:`Backend.supports` checks for one; :meth:`Backend.require` insists."""
+    """Features that some devices lack. :meth:`Backend.supports` checks for one; :meth:`Backend.require` raises."""
 
     STREAMS = "streams"
     """Work on a side stream runs while the caller continues."""
@@ -151,7 +151,7 @@ class Backend:
     def supports(self, capability: Capability) -> Support:
         """Return whether this backend has ``capability``, with the reason."""
         if capability is Capability.SHARED_DEVICE_GROUPS:
-            return Support("unsupported", "most collective libraries want a device for each rank")
+            return Support("unsupported", "most collective libraries need a device of its own for each rank")
         if capability is Capability.COLLECTIVES:
             return self._collectives()
         if capability is Capability.COMM_ABORT and not self.supports(Capability.COLLECTIVES).usable:

@@ -29,9 +29,9 @@ def unseal(handle: Mapping[str, str | int]) -> Handle:
     fields = {name: value for name, value in handle.items() if name != "sum"}
     if "process" not in fields or handle.get("sum") != _checksum(fields):
         raise CommError(
-            "this is no handle of device memory",
+            "this is not a handle of device memory",
             why=f"the checksum of its fields is wrong in {dict(handle)!r:.200}",
-            fix="pass the result of export_memory on unchanged",
+            fix="pass on the result of export_memory without changes",
         )
     if fields.pop("process") == _process():
         raise UnsupportedError(
