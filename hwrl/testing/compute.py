@@ -1,7 +1,7 @@
-"""A tiny transformer on a device, against the same one in double precision on the host.
+"""Compare attention and a tiny transformer on a device with the same on the host, in double precision.
 
-The host computes without fused operations: attention is a softmax of products, step by step. So one wrong kernel
-cannot affect both sides of a comparison.
+The host uses no fused operation: it computes attention as a softmax of products, step by step. So a wrong kernel cannot
+affect both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch.nn import functional
 from hwrl.interfaces import Backend
 
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""The largest distance from the host's tensor, relative to its norm.
+"""The largest accepted distance from the host's tensor, relative to its norm.
 
-Torch 2.13's CPU kernels are off by 1e-5, 9e-3 and 1.2e-3; float32 leaves room for a device's 10-bit products.
+Torch 2.13's CPU kernels are off by 1e-5, 9e-3 and 1.2e-3. In float32 a device may multiply with mantissas of 10 bits.
 """
 _VOCABULARY, _WIDTH, _HEADS, _LAYERS = 64, 32, 4, 2
 _LEARNING_RATE = 1e-2
-# Adam divides by the gradient's size plus this value. With a larger value, rounding errors make only small steps.
+# Adam divides by the gradient's size plus this value. It is large here, so a gradient of only rounding errors makes a
+# small step.
 _EPSILON = 1e-3
 
 _Attend = Callable[..., torch.Tensor]
@@ -33,7 +34,7 @@ _Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Attention:
-    """A shape of attention: without ``keys`` there are as many as queries; ``padded`` masks the last keys."""
+    """A shape of attention. ``keys`` is their number, by default ``queries``; ``padded`` masks the last keys."""
 
     queries: int
     keys: int | None = None
@@ -55,7 +56,7 @@ ATTENTIONS = {
 
 
 def why_refused(backend: Backend, dtype: torch.dtype) -> str:
-    """Return the device's error when it multiplies matrices of ``dtype``, or ``''`` if it can."""
+    """Return the device's error when it multiplies matrices of ``dtype``; ``''`` if it can multiply them."""
     try:
         ones = torch.ones(4, 4, device=backend.device()).to(dtype)
         (ones @ ones).sum().item()
@@ -101,15 +102,15 @@ def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[
 def differences(
     got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[str]:
-    """Yield a line for each of ``wanted`` from which ``got`` is further off than ``dtype`` allows."""
+    """Yield a line for each tensor of ``got`` with a larger distance from ``wanted`` than ``dtype`` allows."""
     for name, right in wanted.items():
         off = float((got[name].cpu().double() - right).norm() / right.norm())
-        if not off <= TOLERANCES[dtype]:  # not a number, too
+        if not off <= TOLERANCES[dtype]:  # true for NaN, too
             yield f"{name} in {dtype} is off by {off:.2g} of its norm, and {TOLERANCES[dtype]:g} is allowed"
 
 
 def _visible_keys(queries: int, keys: int) -> torch.Tensor:
-    """Return the key masks of two sequences, the second a third shorter."""
+    """Return the key masks of two sequences; the second one is a third shorter."""
     lengths = torch.tensor([keys, keys - keys // 3])
     return (torch.arange(keys) < lengths[:, None])[:, None, None, :].expand(2, 1, queries, keys)
 
@@ -130,7 +131,7 @@ def _with_gradients(
 
 
 def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step: bool) -> dict[str, torch.Tensor]:
-    """Return the logits, the gradients, and the change of each parameter by one step."""
+    """Return the logits, the gradients and, with ``step``, the change of each parameter by a step of AdamW."""
     logits = model(tokens[:, :-1], attend)
     functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     names = dict(model.named_parameters())

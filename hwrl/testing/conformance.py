@@ -87,11 +87,12 @@ _SUITES = Path(__file__).with_name("suites")
 def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, keyword: str = "") -> KitReport:
     """Run the checks of ``subject`` up to ``level`` on ``backend``; print results and a summary; return the report.
 
-    ``keyword`` is a pytest expression to select checks; ConfigError if nothing is selected. Child processes find the
-    backend by its name.
+    A failed check is in the report and raises nothing. ``keyword`` is a pytest expression to select checks, as for
+    ``-k``. Raises ConfigError if nothing is selected, HwrlError if pytest itself fails. Child processes find the
+    backend by its name, so its package must be installed.
     """
     suite = _SUITES / subject.kind.suite
-    with contextlib.suppress(HwrlError):  # too late: the checks only take longer
+    with contextlib.suppress(HwrlError):  # the fork server runs already: the checks only take longer
         preload("pytest", f"hwrl.testing.suites.{suite.stem}")
     plugin = _KitPlugin(subject, backend, level)
     # Ignore configuration and conftest files of the user's current folder, and options in the environment.
@@ -162,6 +163,6 @@ def _reason(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return ""
-    if crash.message == "AssertionError":  # without a text of its own: the line says more
+    if crash.message == "AssertionError":  # it has no text: show the line of the assertion
         return f"{linecache.getline(crash.path, crash.lineno).strip()} is not so"
     return str(crash.message)

@@ -19,7 +19,7 @@ def wrong_rms_norm(backend: Backend, rms_norm: _Operation, shape: tuple[int, ...
     """Return the errors of ``rms_norm`` and its gradients, one line each."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator)
-    x[..., ::2, :] *= 1e-3  # eps counts in these rows
+    x[..., ::2, :] *= 1e-3  # so small that eps changes the result in these rows
     weight = 1 + torch.randn(shape[-1], generator=generator) / 4
 
     def defined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

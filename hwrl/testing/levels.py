@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How far the kit goes. A level includes those before it."""
+    """How far the kit goes. A level includes all levels before it."""
 
     COMPUTE = "compute"
-    """The numbers: those of the host, up to rounding."""
+    """Arithmetic: results equal the host's, up to rounding."""
     DEVICE = "device"
     """The plugin's identity, streams, events, random numbers, memory, offload."""
     COLLECTIVES = "collectives"

@@ -25,9 +25,9 @@ from typing import Any
 from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_started = threading.Event()  # set when the process is there that children are forked from
+_started = threading.Event()  # set when the fork server starts; it forks each rank
 _preloaded = ["hwrl.testing.uncollected", "torch.distributed.tensor", "hwrl.comm"]
-_GRACE_S = 5.0  # the other ranks' time to report after one failed: they often wait for it
+_GRACE_S = 5.0  # after a rank failed, the time for the others to report: they often wait for the failed one
 _SHOW_STACKS = signal.SIGUSR1
 _SHOW_S = 1.0
 
@@ -42,10 +42,10 @@ class RankOutcome:
 
 
 def preload(*modules: str) -> None:
-    """Import ``modules`` once for all processes of this module. Call it before the first of them starts.
+    """Import ``modules`` in the fork server, so that no rank spends time on them.
 
-    The import must start no thread and open no device: neither survives the fork. Raises HwrlError if the first has
-    started and ``modules`` has new ones.
+    Call it before the first :func:`run_processes` or :class:`Processes`; after that, new ``modules`` raise HwrlError.
+    The import must start no thread and open no device: neither survives a fork.
     """
     new = [module for module in modules if module not in _preloaded]
     if new and _started.is_set():
@@ -60,9 +60,10 @@ def preload(*modules: str) -> None:
 def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run ``target(rank, *args)`` in ``size`` processes and return the results by rank.
 
-    ``target`` is a module-level function; arguments and results must survive pickling. Raises the first failed rank's
-    exception, with a note of the rank and its traceback. No process outlives the call. At the deadline a running
-    process prints the stacks of its threads before it is killed.
+    Blocks until all ranks end. ``target`` is a module-level function; arguments and results are pickled. If ranks
+    fail, raises the exception of the first one in time, with the rank and its traceback as a note; the others have
+    five seconds to end. A rank that still runs after ``timeout_s`` prints the stacks of its threads and is killed:
+    HwrlError. No process outlives the call.
 
     >>> import math
     >>> run_processes(math.ldexp, 2, 3)
@@ -79,9 +80,9 @@ def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: 
 class Processes:
     """``size`` processes with ``target(rank, *args)``; leaving the context kills the running ones.
 
-    ``timeout_s`` is the deadline for all, from the start of the context. Children use one torch thread, and the
-    environment that this process has when the object is made. Variables that torch, ``hwrl.comm`` and the modules of
-    :func:`preload` read at their import have the values from the first start of children.
+    The processes start on entry, and ``timeout_s`` counts from there for all of them. Each uses one torch thread. Its
+    environment is the one of this process when the object was made. But torch, ``hwrl.comm`` and the modules of
+    :func:`preload` are imported once, for the first processes; what they read from the environment then stays.
     """
 
     def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
@@ -113,22 +114,22 @@ class Processes:
             child.close()
 
     def kill(self, rank: int) -> None:
-        """Kill one rank with SIGKILL; its outcome is an error."""
+        """Kill ``rank`` with SIGKILL; its outcome is then an error. Does nothing if the rank has ended."""
         pid = self._children[rank].pid
         assert pid is not None, "started in __enter__"
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
 
     def wait(self, rank: int) -> RankOutcome:
-        """Block until ``rank`` ends or the deadline comes; return its outcome."""
+        """Block until ``rank`` ends or the deadline comes; return its outcome. At the deadline that is an error."""
         if rank not in self._ended:
             self._ended[rank] = self._read(rank, self._deadline)
         return self._ended[rank]
 
     def outcomes(self, *, stop_on_error: bool = False) -> list[RankOutcome]:
-        """Block until every rank ends or the deadline comes; return the outcomes in the order of the ends.
+        """Block until every rank ends or the deadline comes; return the outcomes in the order in which ranks ended.
 
-        With ``stop_on_error``, the other ranks have five seconds after the first failure.
+        With ``stop_on_error``, the deadline moves to five seconds after the first failure.
         """
         waiting = [rank for rank in range(self._size) if rank not in self._ended]
         deadline = self._deadline
@@ -142,7 +143,7 @@ class Processes:
 
     def _wait_for_some(self, ranks: list[int], deadline: float) -> list[int]:
         """Block until some of ``ranks`` have sent an outcome or ended; return them, or none at the deadline."""
-        # The end of a dead rank's pipe is not enough: its forked children may keep the pipe open.
+        # The sentinel, too: forked children of a dead rank may keep its pipe open.
         signals: dict[int, set[Any]] = {rank: {self._pipes[rank], self._children[rank].sentinel} for rank in ranks}
         seen = wait(set().union(*signals.values()), max(0.0, deadline - time.monotonic()))
         return [rank for rank in ranks if not signals[rank].isdisjoint(seen)]
@@ -152,7 +153,7 @@ class Processes:
         assert pid is not None, "started in __enter__"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _SHOW_STACKS)
-            self._children[rank].join(_SHOW_S)  # it continues, or dies if Python has not started yet
+            self._children[rank].join(_SHOW_S)  # time to print; the signal kills a rank that has no handler yet
 
     def _read(self, rank: int, deadline: float) -> RankOutcome:
         pipe, child = self._pipes[rank], self._children[rank]
@@ -173,10 +174,10 @@ class Processes:
 
 
 def _forking_context() -> Any:
-    """Return a multiprocessing context; it forks children from a process with torch and the :func:`preload` modules.
+    """Return a multiprocessing context with a fork server, which has imported torch and the :func:`preload` modules.
 
-    This saves seconds per child. The process loads no device library, because those do not survive a fork: each child
-    loads what torch loads at its import.
+    This saves seconds per child. The server loads no device library, because those do not survive a fork. So torch's
+    autoloading of extensions is off in the server, and each child does it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
@@ -198,7 +199,7 @@ def _no_result(rank: int, why: str) -> HwrlError:
 
 @dataclass(frozen=True)
 class _Target:
-    """The location of a function. A test module may not be importable by its name, so this includes the file."""
+    """Where a child finds a function. A test module may not be importable by its name, so the file is here, too."""
 
     module: str
     name: str
@@ -241,7 +242,7 @@ class _Target:
 def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None:
     import torch
 
-    gc.freeze()  # a collection that visited the inherited objects would copy all of their memory, for half a second
+    gc.freeze()  # else a collection writes to all inherited objects, and so copies their memory: half a second
     gc.enable()
     faulthandler.register(_SHOW_STACKS, file=2, all_threads=True)
     torch.set_num_threads(1)
@@ -250,7 +251,7 @@ def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None
         environment, args = pickle.loads(payload)
         os.environ.clear()
         os.environ.update(environment)
-        if torch._is_device_backend_autoload_enabled():  # both have no public name; torch calls them at its import
+        if torch._is_device_backend_autoload_enabled():  # torch calls both at its import; neither has a public name
             torch._import_device_backends()
         value = target.load()(rank, *args)
     except BaseException as exc:  # noqa: BLE001 - whatever ended this rank is re-raised in the parent

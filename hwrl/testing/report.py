@@ -25,7 +25,7 @@ _PADDING = 12
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The end of one check: ``name`` is ``contract::check``; ``reason`` says why it was skipped or failed."""
+    """The result of one check. ``name`` is ``contract::check``; ``reason`` says why it was skipped or failed."""
 
     name: str
     level: Level
@@ -65,7 +65,10 @@ class KitReport:
 
     @property
     def reached(self) -> Level | None:
-        """The highest level with a passed check and without a failed one, there or below; None if there is none."""
+        """The highest level with a passed check, if no check of it or of a lower level failed.
+
+        None if there is no such level, and for a partial report.
+        """
         reached = None
         for level in self.level.included:
             outcomes = {check.outcome for check in self.checks if check.level is level}

@@ -24,7 +24,7 @@ _HOOKS = {Kind.TRAIN_ENGINE: "hwrl_train_engine", Kind.ROLLOUT_ENGINE: "hwrl_rol
 class Subject:
     """A backend, an engine or a transport under test. ``options`` are the user's options of an engine.
 
-    It can be pickled, so that a check's processes make the engine from it.
+    A check pickles it for its processes, and they make their engine from it.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ def find_subject(name: str, *, kind: Kind | None = None, options: Mapping[str, A
 
 
 def installed_names(kind: Kind) -> list[str]:
-    """Return the names of the built-in and installed subjects of ``kind``. For engines, loads every plugin."""
+    """Return the names of the built-in and installed subjects of ``kind``. For an engine, loads every plugin."""
     if kind is Kind.TRANSPORT:
         from hwrl.weights import installed_transports
 

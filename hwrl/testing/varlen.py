@@ -14,7 +14,7 @@ from hwrl.testing.compute import differences, with_gradients
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of these ``lengths``, end to end. ``spare`` is how far ``max_length`` is above the longest."""
+    """Sequences of these ``lengths``, end to end. The call's ``max_length`` is the longest plus ``spare``."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -30,7 +30,7 @@ class Packed:
 
     @property
     def boundaries(self) -> list[int]:
-        """0, and the end of each sequence."""
+        """0, and the end of each sequence: the values of ``cu_seqlens``."""
         return [0, *itertools.accumulate(self.lengths)]
 
 

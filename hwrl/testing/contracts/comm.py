@@ -52,27 +52,30 @@ class CommContract:
         return StoreAddress()
 
     def test_collectives_are_right(self, backend: Backend, address: StoreAddress) -> None:
-        """Every operation on every usual dtype, 0-d and odd sizes too, bit for bit."""
+        """Bit for bit: gathers, broadcasts, sends and receives of every usual dtype, 0-d and odd sizes too.
+
+        Sums of float32 and the maximum of int64, too.
+        """
         assert run_processes(_collect, 2, backend.info.name, str(address)) == [[], []]
 
     def test_the_default_group_is_torchs(self, backend: Backend, address: StoreAddress) -> None:
-        """DeviceMesh and FSDP2, torch's users of the default group, take the same step as one process."""
+        """DeviceMesh and FSDP2 use torch's default group. A sharded step equals the step of one process."""
         assert run_processes(_shard_over_default_group, 2, backend.info.name, str(address)) == [[], []]
 
     def test_an_absent_peer_is_named(self, backend: Backend, address: StoreAddress) -> None:
-        """An incomplete group fails in time, and its error names the missing ranks."""
+        """An incomplete group fails after its timeout, and the error names the missing ranks."""
         store = connect_store(str(address))
         with pytest.raises(CommTimeoutError, match=r"did not come within 0\.2 s: 1"):
             Comm(backend).standalone_group(store, rank=0, size=2, name="lonely", timeout_s=0.2)
 
     def test_abort_ends_what_is_blocked_or_is_refused(self, backend: Backend, address: StoreAddress) -> None:
-        """Abort ends a receive without a sender at once; a backend without abort refuses it."""
+        """A receive without a sender ends at once after an abort. A backend without abort refuses the abort."""
         able = backend.supports(Capability.COMM_ABORT).usable
         wanted = [CommAbortedError.__name__ if able else UnsupportedError.__name__, ""]
         assert run_processes(_abort_blocked_receive, 2, backend.info.name, str(address)) == wanted
 
     def test_a_killed_peer_is_noticed_and_replaced(self, backend: Backend, address: StoreAddress) -> None:
-        """If one rank is killed during a broadcast, the other gets an error in time, and continues in new groups."""
+        """A rank is killed during a broadcast: the other gets an error within the timeout, and works in new groups."""
         need(backend, Capability.COMM_ABORT)  # without it, nothing frees a device from waiting for a dead peer
         store = connect_store(str(address))
         with Processes(_survive_or_be_killed, 2, backend.info.name, str(address), timeout_s=120.0) as pair:
@@ -141,7 +144,7 @@ def _reduced(group: Group) -> list[str]:
 
 
 def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
-    """Return the parameters with different values after a sharded step and a step of one process on the whole batch."""
+    """Compare a sharded step with one process's step on the whole batch; return the names of different parameters."""
     backend = backend_of_rank(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
         mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
@@ -171,7 +174,7 @@ def _take_step(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
-    """Return the name of the receive's error, or of the refused abort's error; rank 1 only waits for the end."""
+    """On rank 0, return the name of the error of the receive, or of a refused abort. Rank 1 only waits for the end."""
     group, store = _group(rank, name, address), connect_store(address)
     first = torch.zeros(4, device=group.backend.device())
     if rank == 1:
@@ -210,7 +213,7 @@ def _end_of_receive(group: Group) -> str:
 def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
     """Broadcast from rank 0 until rank 1 is killed; return the sum in a group with its replacement."""
     backend, store = backend_of_rank(rank, name), connect_store(address)
-    store.set(f"started/{rank}", "")  # both have started: the group's timeout is shorter than a start
+    store.set(f"started/{rank}", "")  # wait for both: a start may take longer than the group's timeout
     assert not await_keys(store, ["started/0", "started/1"], timeout_s=60.0)
     group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=_NOTICE_S)
     group.warm_up()

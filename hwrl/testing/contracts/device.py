@@ -21,7 +21,7 @@ class DeviceContract:
     level: ClassVar[Level] = Level.DEVICE
 
     def test_it_sees_a_device(self, backend: Backend) -> None:
-        """There is at least one; ``device`` and ``set_device`` agree on its number."""
+        """There is at least one. After ``set_device``, ``device`` and ``current_index`` name that one."""
         assert backend.device_count() >= 1
         for index in range(backend.device_count()):
             backend.set_device(index)
@@ -43,7 +43,7 @@ class DeviceContract:
         assert bool((there == 3).all())
 
     def test_streams_keep_order(self, backend: Backend) -> None:
-        """``wait_stream`` and ``wait_event`` order work on two streams, whether or not they run at once."""
+        """``wait_stream`` and ``wait_event`` order the work of two streams, concurrent or not."""
         main, side = backend.current_stream(), backend.stream()
         value = torch.ones(_MANY, device=backend.device())
         for _ in range(10):
@@ -69,7 +69,7 @@ class DeviceContract:
         assert begin.elapsed_time(end) >= 0.0
 
     def test_random_numbers_repeat(self, backend: Backend) -> None:
-        """A restored state gives the same numbers; a returned state does not change later."""
+        """A restored state gives the same numbers. A returned state is a copy: later draws do not change it."""
         state = backend.rng_state()
         place = (state.dtype, state.device.type)
         assert place == (torch.uint8, "cpu"), f"rng_state returned {place}, and must return bytes on the host"
@@ -111,14 +111,14 @@ class CapabilityContract:
 
     @pytest.mark.parametrize("capability", Capability)
     def test_each_has_an_answer_with_a_reason(self, backend: Backend, capability: Capability) -> None:
-        """This includes capabilities newer than the backend."""
+        """For every capability, also one that is newer than the backend."""
         support = backend.supports(capability)
         assert support.state in ("supported", "unsupported", "unverified")
         assert support.reason
 
     @pytest.mark.parametrize("capability", Capability)
     def test_require_agrees(self, backend: Backend, capability: Capability) -> None:
-        """``require`` raises exactly for unsupported capabilities."""
+        """``require`` raises for unsupported capabilities, and for no others."""
         if backend.supports(capability).usable:
             backend.require(capability, needed_for="test it")
         else:
@@ -135,7 +135,7 @@ class CapabilityContract:
         ],
     )
     def test_what_is_unsupported_raises(self, backend: Backend, capability: Capability) -> None:
-        """A call without the needed capability raises; it never does nothing instead."""
+        """A call without the needed capability raises. It must not return and do nothing."""
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
             Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
@@ -153,7 +153,7 @@ class _NoGroup:
 
 
 class DeviceMapContract:
-    """A process's visible devices are read from an environment, and written to one."""
+    """``devices`` reads a process's visible devices from an environment, and renders one for them."""
 
     level: ClassVar[Level] = Level.DEVICE
 
@@ -169,7 +169,7 @@ class DeviceMapContract:
             assert [backend.devices.to_physical(index, env) for index in range(len(ids))] == list(ids)
 
     def test_without_the_variable_nothing_is_narrowed(self, backend: Backend) -> None:
-        """Then a process uses the machine's numbers."""
+        """Without it, a process uses the machine's numbers."""
         assert backend.devices.visible({}) is None
         assert backend.devices.to_physical(2, {}) == 2
 

@@ -1,4 +1,4 @@
-"""The contract of device memory, opened by another process."""
+"""The contract of device memory: one process exports it, another opens it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DeviceIpcContract:
 
     @pytest.mark.parametrize("reader", [_HERE, _ELSEWHERE, _RENUMBERED])
     def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
-        """For a part of a larger storage: its values, later writes of the exporter, and writes of the reader."""
+        """A part of a larger storage. Both see its values, later writes of the exporter, and writes of the reader."""
         if reader != _HERE and backend.device_count() < 2:
             pytest.skip("needs two devices")
         address = StoreAddress()
@@ -97,7 +97,7 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     backend, store = hwrl.get_backend(), connect_store(address)
     if reader == _RENUMBERED:
         second = backend.devices.to_physical(1, os.environ)
-        os.environ.update(backend.devices.render([second]))  # read at the first use of the device, which is later
+        os.environ.update(backend.devices.render([second]))  # the first use of the device, below, reads it
     backend.set_device(int(reader == _ELSEWHERE))
     theirs = backend.device(0)
     _wait_for(store, "again")
@@ -116,7 +116,7 @@ def _open(name: str, address: str, reader: str) -> list[str]:
 
 
 def _wrongly_opened(backend: Backend, handle: dict[str, Any]) -> list[str]:
-    """Change each number of ``handle`` to point outside the exported memory; return those accepted without an error."""
+    """Move each number of ``handle`` outside the exported memory, one at a time; return the handles that open."""
     accepted = []
     for name in [name for name, value in handle.items() if isinstance(value, int)]:
         try:

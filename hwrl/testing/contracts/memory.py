@@ -1,4 +1,4 @@
-"""The contracts of device memory, of pinned host memory, and of models that move between them."""
+"""The contracts of device memory, of pinned host memory, and of a model's moves between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PinnedMemoryContract:
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
     def test_copies_there_and_back_are_exact(self, backend: Backend, dtype: torch.dtype) -> None:
-        """Asynchronous in both directions, and complete after the stream's synchronisation."""
+        """Copies in both directions are asynchronous, and complete after the stream is synchronised."""
         source = torch.randint(0, 100, (100_003,)).to(dtype)
         pinned = backend.pinned_empty(source.nbytes).view(dtype)
         pinned.copy_(source.to(backend.device()), non_blocking=True)
@@ -80,7 +80,7 @@ class RegisteredMemoryContract:
         need(backend, Capability.REGISTERED_MEMORY)
 
     def test_shared_memory_is_page_locked_until_it_is_unregistered(self, backend: Backend) -> None:
-        """It keeps its bytes, copies through it are exact in both directions, and locking works again."""
+        """It keeps its bytes, and copies to and from it are exact. It can be registered a second time."""
         memory = torch.frombuffer(mmap.mmap(-1, 3 * MIB), dtype=torch.uint8)
         for value in (7, 8):
             memory.fill_(value)
@@ -94,7 +94,7 @@ class RegisteredMemoryContract:
 
 
 class DeviceMemoryContract:
-    """The statistics are true, and freed memory is really free."""
+    """The statistics are right, and freed memory is available again."""
 
     level: ClassVar[Level] = Level.DEVICE
 
@@ -103,7 +103,7 @@ class DeviceMemoryContract:
         need(backend, Capability.MEMORY_STATS)
 
     def test_the_numbers_fit_each_other(self, backend: Backend) -> None:
-        """Nothing is negative, nothing exceeds the whole."""
+        """Each is 0 or more: free <= total, and a tensor <= allocated <= reserved <= total."""
         held = torch.ones(16 * MIB, dtype=torch.uint8, device=backend.device())
         info = backend.memory_info()
         assert 0 <= info.free_nbytes <= info.total_nbytes
@@ -129,7 +129,7 @@ class DeviceMemoryContract:
         assert backend.memory_info().reserved_nbytes - before <= 16 * MIB
 
     def test_no_memory_leaks(self, backend: Backend) -> None:
-        """Pinned and device memory are freed after use, twenty times."""
+        """Twenty copies to pinned memory leave no device memory allocated."""
         self._allocate_and_free(backend)
         before = backend.memory_info().allocated_nbytes
         for _ in range(20):
@@ -142,7 +142,7 @@ class DeviceMemoryContract:
 
 
 class OffloadContract:
-    """A model is unchanged after its way to the host and back, and its device memory is free meanwhile."""
+    """A model is unchanged after an offload and a load, and its device memory is free between them."""
 
     level: ClassVar[Level] = Level.DEVICE
 
@@ -169,7 +169,7 @@ class OffloadContract:
             assert before - backend.memory_info().allocated_nbytes >= 0.9 * held
 
     def test_offloaded_memory_cannot_be_used(self, backend: Backend) -> None:
-        """A forward pass raises, and ``loaded`` restores the earlier state, after an error too."""
+        """A forward pass raises. ``loaded`` offloads again at its end, after an error, too."""
         model, _ = _trained(backend)
         with Offloader(model, backend=backend) as offloader:
             offloader.offload()

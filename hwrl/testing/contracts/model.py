@@ -15,7 +15,7 @@ END = ALPHABET.index("<eos>")
 """The token that ends a response."""
 VOCABULARY = len(ALPHABET)
 _CONTRAST = 10.0
-"""Far from uniform, so that a wrong position or mask changes the probabilities."""
+"""Larger weights make the probabilities far from uniform, so that a wrong position or mask changes them."""
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # deleted at the end of the process
 
 

@@ -15,9 +15,9 @@ def need(backend: Backend, capability: Capability) -> None:
 
 
 def need_two_ranks(backend: Backend) -> None:
-    """Skip the test if two processes cannot join one group. Groups staged through the host want no devices."""
+    """Skip the test if two processes cannot join one group: they share the only device, and groups forbid that."""
     if not backend.supports(Capability.COLLECTIVES).usable:
-        return
+        return  # its groups are staged through the host, and need no device each
     support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
     if not support.usable and backend.device_count() < 2:
         pytest.skip(f"needs two devices: {support.reason}")

@@ -32,7 +32,7 @@ _MAX_LENGTH = 64
 _RUNNING = 4
 _LOGPROB_OFF = 2e-2
 _ALMOST = 1e-2
-"""Two tokens with log-probabilities as close as this may change places by rounding."""
+"""Rounding may swap two tokens with log-probabilities as close as this."""
 _HOT = 2.0
 """A high temperature; some engines refuse higher ones."""
 _MANY = 600
@@ -43,7 +43,7 @@ _kept = pytest.StashKey[tuple[tuple[str, bool], RolloutEngine]]()
 
 
 class _OfRolloutEngine:
-    """Has an engine of the subject, with the model's weights as version 1. Neighbouring checks share it."""
+    """Gives each check an engine of the subject, with the model's weights as version 1. Checks share one engine."""
 
     level: ClassVar[Level]
     may_sleep: ClassVar[bool] = False
@@ -94,7 +94,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
     level = Level.COMPUTE
 
     def test_greedy_tokens_are_the_models(self, engine: RolloutEngine) -> None:
-        """Each token is the most probable one, with its log-probability, whatever requests run beside."""
+        """Each token is the most probable one, with its log-probability, also beside other requests."""
         requests = [request_of(number, 3 + 2 * number, Sampling(4 + 3 * number, 0.0)) for number in range(9)]
         model = reference_model()
         for request, response in zip(requests, generate(engine, requests), strict=True):
@@ -103,7 +103,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
             assert (best - own).max() < _ALMOST, "a more probable token was passed over"
 
     def test_logprobs_are_at_the_temperature(self, engine: RolloutEngine) -> None:
-        """A sampled token's log-probability is the one in the distribution that it was drawn from."""
+        """A sampled token's log-probability is that of the distribution at the temperature of its request."""
         requests = [request_of(number, 4, Sampling(12, 0.6)) for number in range(6)]
         model = reference_model()
         for request, response in zip(requests, generate(engine, requests), strict=True):
@@ -111,7 +111,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
             assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF
 
     def test_sampling_follows_the_distribution(self, engine: RolloutEngine) -> None:
-        """The share of each token, in many responses of one token to the same prompt."""
+        """Many responses of one token to the same prompt: the share of each token is its probability."""
         requests = [request_of(number, 6, Sampling(1, _HOT), seed=0) for number in range(_MANY)]
         tokens = [int(response.token_ids[0]) for response in generate(engine, requests)]
         prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
@@ -132,7 +132,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
 
 
 class RolloutSleepContract(_OfRolloutEngine):
-    """An engine that sleeps gives its memory back, and generates the same after it wakes."""
+    """A sleeping engine has freed its memory. After it wakes it generates the same tokens as before."""
 
     level = Level.DEVICE
     may_sleep = True
@@ -179,12 +179,12 @@ class RolloutSleepContract(_OfRolloutEngine):
 
 
 class RolloutReceiversContract(_OfRolloutEngine):
-    """An engine with receivers takes a version from a weight link straight into its weights."""
+    """An engine with receivers takes a version from a weight link directly into its weights."""
 
     level = Level.COLLECTIVES
 
     def test_a_version_arrives_from_a_link(self, engine: RolloutEngine, backend: Backend) -> None:
-        """The next tokens come from it, and equal those of loaded weights."""
+        """The next tokens come from it. They equal the tokens of the same weights, loaded."""
         if not engine.receivers:
             pytest.skip("the engine has no receivers: versions are received for it")
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)]
@@ -213,7 +213,7 @@ class RolloutContract(_OfRolloutEngine):
     level = Level.ROLLOUT
 
     def test_a_response_ends_as_asked(self, engine: RolloutEngine) -> None:
-        """At the limit (truncated), at an end token, at a stop token (with its number); the last token stays."""
+        """At the limit of tokens (truncated), at an end token, and at a stop token (with its id), which it contains."""
         (limited,) = generate(engine, [request_of(0, 5, Sampling(7, 0.0))])
         assert (len(limited.token_ids), limited.truncated) == (7, END not in limited.token_ids)
         many = generate(engine, [request_of(number, 5, Sampling(40, _HOT)) for number in range(8)])
@@ -230,7 +230,7 @@ class RolloutContract(_OfRolloutEngine):
         assert (stopped.stop, stopped.truncated) == (stop, False)
 
     def test_each_request_comes_back_once(self, engine: RolloutEngine) -> None:
-        """``pending`` counts them until then, and ``capacity`` says how many more would run at once."""
+        """``pending`` counts those that have not, and ``capacity`` says how many more would run at once."""
         assert (engine.step(), engine.pending(), engine.capacity()) == ([], 0, _RUNNING)
         requests = [request_of(number, 4, Sampling(3 + number, 1.0)) for number in range(3 * _RUNNING)]
         engine.submit(requests)
@@ -239,7 +239,7 @@ class RolloutContract(_OfRolloutEngine):
         assert (engine.pending(), engine.capacity()) == (0, _RUNNING)
 
     def test_abort_drops_every_request(self, engine: RolloutEngine) -> None:
-        """It returns their number; later requests are not disturbed."""
+        """It returns their number. Later requests work."""
         engine.submit([request_of(number, 4, Sampling(20, 1.0)) for number in range(2 * _RUNNING)])
         left = engine.pending() - len(engine.step())
         assert engine.abort() == left
@@ -254,7 +254,10 @@ class RolloutContract(_OfRolloutEngine):
         engine.abort()
 
     def test_each_token_has_its_version(self, engine: RolloutEngine) -> None:
-        """A response goes on with new weights; its versions never fall, and its log-probabilities are theirs."""
+        """A response continues with new weights, and its versions never fall.
+
+        Tokens of the old version have the old weights' log-probabilities; a later request has those of the new ones.
+        """
         request = request_of(0, 4, Sampling(40, 1.0))
         engine.submit([request])
         done = {one.request_id: one.response for _ in range(3) for one in engine.step()}
@@ -275,7 +278,7 @@ class RolloutContract(_OfRolloutEngine):
 
     @pytest.mark.parametrize("damage", ["missing", "unknown"])
     def test_incomplete_weights_are_refused(self, engine: RolloutEngine, damage: str) -> None:
-        """EngineError; the old version stays, and serves."""
+        """EngineError. The old version stays, and generates."""
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(2)]
         before = generate(engine, requests)
         wrong = dict(model_weights(seed=1))
@@ -303,13 +306,13 @@ class RolloutContract(_OfRolloutEngine):
 
 
 def request_of(number: int, length: int, sampling: Sampling, *, seed: int | None = None) -> GenerationRequest:
-    """Return request ``number`` with a random prompt, which depends on ``seed`` (by default the number)."""
+    """Return request ``number``. ``seed``, by default the number, decides its random prompt."""
     random = np.random.default_rng(number if seed is None else seed)
     return GenerationRequest(number, random.integers(3, VOCABULARY, size=length).astype(np.int32), sampling)
 
 
 def finish(engine: RolloutEngine) -> dict[int, Response]:
-    """Step until no request is pending; return the responses by request."""
+    """Step until no request is pending; return the responses by request id."""
     done: dict[int, Response] = {}
     deadline = time.monotonic() + _WAIT_S
     while engine.pending():
@@ -329,7 +332,7 @@ def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> li
 
 
 def _scores(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> tuple[Any, Any]:
-    """Return the reference's log-probability of each response token, and of the most probable token there."""
+    """Return the reference's log-probability of each response token, and of the most probable token in its place."""
     ids = np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64)
     tokens, first = torch.from_numpy(ids)[None], len(request.prompt_ids) - 1
     with torch.no_grad():

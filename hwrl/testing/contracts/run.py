@@ -41,7 +41,7 @@ class RunContract:
     level: ClassVar[Level] = Level.FULL
 
     def test_a_short_run_ends_well(self, backend: Backend, subject: Subject, tmp_path: Path) -> None:
-        """``hwrl train`` of the demo ends with status 0, has every step in its metrics, and a complete checkpoint."""
+        """``hwrl train`` of the demo ends with status 0, with all steps in its metrics and a complete checkpoint."""
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             pytest.skip(f"a run needs {', '.join(missing)}: pip install 'hwrl[train]'")

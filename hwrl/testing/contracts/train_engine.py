@@ -31,7 +31,7 @@ from hwrl.testing.subject import Subject
 _TEMPERATURE = 0.7
 _LOGPROBS_OFF = 2e-2
 _STEP_OFF = 0.15
-"""Adam's first steps are the signs of the gradients: rounding turns some of the smallest."""
+"""Adam's first steps are the signs of the gradients, and rounding flips the sign of some small gradients."""
 _SAME_OFF = 1e-3
 
 
@@ -85,7 +85,7 @@ class TrainNumbersContract(_OfTrainEngine):
     level = Level.COMPUTE
 
     def test_logprobs_are_the_models(self, make: Callable[..., TrainEngine]) -> None:
-        """At the sampling temperature, for the policy's tokens; 0 for the others, whatever the padding holds."""
+        """At the sampling temperature, for the tokens in the mask; 0 for all others, such as padding."""
         batch = make_batch(rows=5)
         with (engine := make()).on_device(optimizer=False):
             found = engine.logprobs(batch)
@@ -96,7 +96,10 @@ class TrainNumbersContract(_OfTrainEngine):
         assert _off(found, torch.where(batch.mask, wanted, 0)) < _LOGPROBS_OFF
 
     def test_two_steps_are_those_of_adamw(self, make: Callable[..., TrainEngine]) -> None:
-        """The loss is the mean over all tokens of the batch, weighted by row, however it is divided; warm-up counts."""
+        """The loss is the mean over all tokens of the batch, weighted by row, for any micro-batches.
+
+        The learning rate is that of the warm-up.
+        """
         engine, batches = make(), [make_batch(rows=5, seed=seed) for seed in (1, 2)]
         with engine.on_device(optimizer=True):
             for batch in batches:
@@ -154,7 +157,7 @@ class TrainRanksContract:
     level: ClassVar[Level] = Level.COLLECTIVES
 
     def test_two_ranks_take_the_steps_of_one(self, backend: Backend, subject: Subject) -> None:
-        """Each has a part of the rows. Only the first rank yields the weights, and all ranks read them to the end."""
+        """Each rank trains on its rows. Only the first one yields the weights; both exhaust the iterator."""
         need_two_ranks(backend)
         address = StoreAddress()
         model_directory()  # before the processes: they get its path
@@ -175,12 +178,12 @@ class TrainRanksContract:
 
 
 class TrainStateContract(_OfTrainEngine):
-    """The engine's weights have the model's names, its state continues, and it learns."""
+    """The engine's weights have the model's names, a restored state continues, and training learns."""
 
     level = Level.TRAIN
 
     def test_its_weights_are_those_of_the_files(self, make: Callable[..., TrainEngine]) -> None:
-        """Names, shapes and values are the files'; the metadata describes the same tensors."""
+        """Names, shapes and values equal those of the files; the metadata describes the same tensors."""
         with (engine := make()).on_device(optimizer=False):
             found = _whole(engine)
             described = {name: (tuple(one.shape), one.dtype) for name, one in engine.weights_metadata()}
@@ -188,7 +191,7 @@ class TrainStateContract(_OfTrainEngine):
         assert described == {name: (tuple(one.shape), one.dtype) for name, one in found.items()}
 
     def test_a_restored_engine_continues(self, make: Callable[..., TrainEngine], tmp_path: Path) -> None:
-        """Through a checkpoint: the next step is the same, optimizer and learning rate included."""
+        """A new engine resumes a checkpoint: its next step is the same, with the same learning rate and moments."""
         engine = make()
         with CheckpointManager(tmp_path) as checkpoints:
             _weights_after_step(engine, seed=1)
@@ -215,7 +218,7 @@ class TrainStateContract(_OfTrainEngine):
         assert _differ(found, wanted, at_most=0.0) == []
 
     def test_it_learns(self, make: Callable[..., TrainEngine]) -> None:
-        """Tokens with an advantage become likely: three quarters of their log-probability is gone after 30 steps."""
+        """Tokens with an advantage become likely: after 30 steps their log-probability is a quarter, or closer to 0."""
         engine = make(learning_rate=3e-3, warmup_steps=0)
         batch = replace(make_batch(rows=4), advantages=torch.ones(4), weights=None)
         with engine.on_device(optimizer=True):
@@ -243,7 +246,7 @@ def engine_settings(directory: Path | None = None, **changes: Any) -> EngineSett
 
 
 def make_batch(*, rows: int, seed: int = 0) -> Batch:
-    """Return rows of different lengths. Prompts, and a few tokens in the middle, are not the policy's."""
+    """Return rows of different lengths. The mask leaves out prompts, and a few tokens in the middle."""
     generator = torch.Generator().manual_seed(seed)
     lengths = 6 + 3 * torch.arange(rows)
     tokens = torch.randint(3, VOCABULARY, (rows, int(lengths.max())), generator=generator)
@@ -279,7 +282,7 @@ def _trained_reference(batches: list[Batch]) -> dict[str, torch.Tensor]:
 
 
 def _train_on_rank(rank: int, name: str, address: str, subject: Subject, directory: str) -> Any:
-    """Return the weights on this rank and its log-probabilities; a text if the engine has one rank only."""
+    """Return the weights of this rank and its log-probabilities; the reason, if the engine refuses several ranks."""
     backend = backend_of_rank(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=60.0) as group:
         try:

@@ -34,14 +34,14 @@ from hwrl.weights import (
 
 _TENSORS, _LENGTH, _SLAB_NBYTES, _SLABS = 24, 1024, 8192, 2
 _HELD = 16
-"""Tensors of a version that a sender may hold at once: those of its slabs under way, twice over."""
+"""How many of a version's tensors may be alive at once. A sender needs those of its slabs, 4, and some under way."""
 _TIMEOUT_S = 10.0
 _WAIT_S = 60.0
 _CallResultT = TypeVar("_CallResultT")
 
 
 class TransferContract:
-    """A failed transfer changes nothing at a receiver, and keeps no later one from arriving.
+    """A failed transfer changes nothing at a receiver, and later transfers work.
 
     Sender and receivers are threads of this process, each with its own end of the transport.
     """
@@ -77,13 +77,13 @@ class TransferContract:
         link.exchange(3, [receiver])
 
     def test_a_damaged_slab_never_commits(self, link: TransferLink) -> None:
-        """The sums that a receiver compares with its own come from the sender; differing ones end the transfer."""
+        """The receiver computes other sums than the sender's: the transfer fails, and the receiver has no version."""
         whole = link.join("whole")
         link.exchange(1, [whole])
         whole.close()
         receiver = link.join("replica", damaged=True)
         waiting = link.receive_or_fail(receiver)
-        with contextlib.suppress(HwrlError):  # a sender says so if the transfer failed for all receivers
+        with contextlib.suppress(HwrlError):  # publish raises if the transfer failed for all receivers
             link.publish(2)
         assert isinstance(waiting.result(_WAIT_S), HwrlError), "a version with wrong sums was committed"
         assert receiver.version is None
@@ -107,7 +107,7 @@ class TransferContract:
         assert link.living() == 0, f"the sender still holds {link.living()} of the sent tensors"
 
     def test_the_source_is_read_as_it_is_sent(self, link: TransferLink) -> None:
-        """A sender holds the tensors of its slabs under way, not of a whole version."""
+        """A sender holds the tensors of the slabs on their way, not those of a whole version."""
         receiver = link.join("replica")
         link.exchange(1, [receiver])
         assert link.most_living <= _HELD, f"{link.most_living} of {_TENSORS} tensors were held at once"
@@ -163,7 +163,7 @@ class TransferLink:
         return dict(received[0])
 
     def receive_or_fail(self, receiver: WeightReceiver) -> Future[object]:
-        """Receive once in a thread; its result is the version, or the error."""
+        """Receive once, in a thread. The future's result is the version, or the error as a value."""
 
         def receive() -> object:
             try:
@@ -174,7 +174,10 @@ class TransferLink:
         return in_daemon_thread(receive)
 
     def publish(self, version: int, *, fails_at: int | None = None) -> Any:
-        """Publish tensors that are made while they are read; reading raises ZeroDivisionError at one of them."""
+        """Publish ``version``; its tensors are made as the sender reads them. Reading raises at ``fails_at``.
+
+        The error is ZeroDivisionError.
+        """
         return self.sender.publish(version, WeightSource(self._described, lambda: self._tensors(version, fails_at)))
 
     def living(self) -> int:
@@ -197,7 +200,7 @@ class TransferLink:
 
 
 def in_daemon_thread(call: Callable[..., _CallResultT], *args: Any) -> Future[_CallResultT]:
-    """Run ``call`` in a daemon thread: a receive without an end must not keep the process alive."""
+    """Run ``call`` in a daemon thread, because a receive may never end; return its future."""
     result: Future[_CallResultT] = Future()
 
     def run() -> None:

@@ -34,7 +34,7 @@ class TransportContract:
     def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: str) -> None:
         """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
 
-        They arrive in new memory of the receiver, and in given tensors.
+        Once they arrive in new memory of the receiver, once in tensors given to it.
         """
         need_transport(backend, transport)
         address = StoreAddress()

@@ -110,7 +110,7 @@ class TestBuiltInRolloutSleep(_OnBuiltInRolloutEngine, conformance.RolloutSleepC
 
 
 class TestBuiltInRolloutReceivers(_OnBuiltInRolloutEngine, conformance.RolloutReceiversContract):
-    """Its weights, from a link."""
+    """Its receivers of weights."""
 
     level = conformance.Level.ROLLOUT
 
