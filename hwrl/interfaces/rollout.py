@@ -170,7 +170,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def capacity(self) -> int:
-        """Return the number of further requests that would run at once."""
+        """Return the number of further requests to start at once; 0 or less if requests already wait."""
 
     @abstractmethod
     def abort(self) -> int:
