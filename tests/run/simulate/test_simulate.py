@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
@@ -211,8 +212,8 @@ def test_a_simulation_is_near_a_recorded_run(config_file: Path) -> None:
 @pytest.mark.long(120)
 def test_a_simulation_is_near_a_run(demo: Path) -> None:
     words = ("train.steps=60", "goals={}", "checkpoint.save_every_steps=0", "eval.every_steps=0")
-    run = Run(demo, *words)
-    assert run.wait() == 0, run.output()
+    with contextlib.closing(Run(demo, *words)) as run:
+        assert run.wait() == 0, run.output()
     config = load_config(demo / "config.yaml", list(words))
     assert_close(read_run(run.directory / "metrics.jsonl"), config, rel=0.1)
 
