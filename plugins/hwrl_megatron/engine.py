@@ -45,13 +45,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class MegatronEngine(PolicyEngine):
     """Trains a GPTModel, equal to the model in ``settings.model_directory``, with AdamW.
 
-    ``options.tensor_parallel`` neighbouring ranks share each layer; ``options.pipeline_parallel`` such sets of ranks
-    have the layers one after the other, and the same share of the batch. ``options.expert_parallel`` copies of the
-    model share its experts. All ranks with the same parameters share the optimizer's float32 parameters and moments
-    (Megatron's distributed optimizer). Gradients are float32. The model is always in evaluation mode.
-    :attr:`checkpointing` tells how many layers the newest pass recomputed.
+    A copy of the model is on ``options.pipeline_parallel`` stages of ``options.tensor_parallel`` neighbouring ranks.
+    The ranks of a stage share each of its layers. All ranks of a copy have the same share of the batch.
+    ``options.expert_parallel`` copies share the model's experts. All ranks with the same parameters share the
+    optimizer's float32 parameters and moments (Megatron's distributed optimizer). Gradients are float32. The model is
+    always in evaluation mode. :attr:`checkpointing` tells how many layers the newest pass recomputed.
 
-    One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
+    A process has one engine at a time, because Megatron's parallel state is global. ``close`` ends that state.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MegatronEngine(PolicyEngine):
         rank = 0 if group is None else group.rank
         self._layout = make_layout(config, options, rank=rank, ranks=self._ranks)
         with contextlib.ExitStack() as started:
-            if group is None:  # Megatron needs one
+            if group is None:  # Megatron needs a group, also for one rank
                 started.callback(Comm(backend).init_default(store=HashStore(), rank=0, size=1).close)
             started.callback(parallel_state.destroy_model_parallel)
             parallel_state.initialize_model_parallel(
@@ -103,12 +103,12 @@ class MegatronEngine(PolicyEngine):
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
             room_nbytes=lambda: (self._usable_nbytes(vocabulary=vocabulary) - self.owed_nbytes()) // under_way,
-            agree=self._largest if layout.tensor * layout.experts > 1 else None,  # a layer communicates with these
+            agree=self._largest if layout.tensor * layout.experts > 1 else None,  # these ranks meet in each layer
         )
 
     def _load(self, directory: Path) -> None:
         load_weights(self._weights, self._saved, directory, group=self._group, backend=self._backend)
-        for weight in self._weights:  # Megatron sets it only for random weights
+        for weight in self._weights:  # Megatron sets these attributes only when it draws random weights
             if weight.saved.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.saved.dim, 1)
 
@@ -120,7 +120,7 @@ class MegatronEngine(PolicyEngine):
         return int(largest)
 
     def owed_nbytes(self) -> int:
-        """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""
+        """Return the bytes of the optimizer's moments if this step will allocate them; gradients are allocated."""
         return sum(
             8 * parameter.numel()
             for optimizer in self._optimizers
@@ -143,7 +143,7 @@ class MegatronEngine(PolicyEngine):
 
     @property
     def _optimizers(self) -> list[Any]:
-        """Megatron's optimizers: of the experts, if several ranks share them, and of all else."""
+        """Megatron's optimizers: one, and another one for the experts if several ranks share them."""
         optimizers: list[Any] = self.optimizer.chained_optimizers
         return optimizers
 
@@ -244,13 +244,13 @@ class MegatronEngine(PolicyEngine):
 
     @torch.no_grad()
     def _clip_gradients(self) -> float:
-        for parameter in self._expert_parameters():  # each rank of a layer has sent its experts all tokens
+        for parameter in self._expert_parameters():  # each tensor-parallel rank sent all tokens: the sum is too large
             parameter.main_grad.div_(self._layout.tensor)  # type: ignore[attr-defined] # Megatron adds it
         finalize_model_grads([self.model])
         squares = []
         for optimizer in self._optimizers:
             optimizer.prepare_grads()
-            # A gradient that several ranks have counts once, on the first of them.
+            # If several ranks have a gradient, it counts once, on the first of them.
             squares += [grad.square().sum() for grad in optimizer.get_main_grads_for_grad_norm()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._backend.device())
         if self._group is not None:
@@ -306,7 +306,7 @@ class MegatronEngine(PolicyEngine):
                 yield saved.name, torch.empty(saved.shape, dtype=self.settings.dtype, device="meta")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rectangles of the tensors of the model's own state; experts are packed there."""
+        """Return this rank's rectangles of the tensors of transformers' state dict, with packed experts, in float32."""
         keys = ("param", *_MOMENTS)
         found = {
             saved.own_name: {key: LocalShards(saved.own_shape, torch.float32, {}) for key in keys}
@@ -360,7 +360,7 @@ class MegatronEngine(PolicyEngine):
 def _main_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return this rank's float32 elements of ``parameter`` and its moments, each flat.
 
-    Creates the optimizer's moments; it would create them in its first step.
+    Creates the moments if there are none: the optimizer itself would in its first step.
     """
     main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
     state = optimizer.optimizer.state[main]

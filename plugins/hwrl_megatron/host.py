@@ -23,7 +23,7 @@ _MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_
 
 @functools.cache
 def redirect(device: torch.device) -> None:
-    """Import the parts of megatron-core that train a GPT model, and let them use ``device`` for ``torch.cuda``.
+    """Import megatron-core's modules for a GPT model, and let them use ``device`` for ``torch.cuda``.
 
     Raises BackendUnavailableError if this process has already imported megatron-core.
     """
@@ -69,7 +69,7 @@ class _RedirectedCuda(types.ModuleType):
         return self._device
 
     def synchronize(self) -> None:
-        """Do nothing: the host has done everything that it was asked for."""
+        """Do nothing: on the host a call has done its work when it returns."""
 
     def current_stream(self) -> _HostStream:
         return _HostStream()

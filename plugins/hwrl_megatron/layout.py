@@ -1,6 +1,6 @@
-"""Where Megatron has each tensor of the model's files: one table, for loading, for weights to send, for checkpoints.
+"""Where Megatron has each tensor of the model's files. Loading, weight transfer and checkpoints use this one table.
 
-No megatron is needed to read the table.
+It needs no megatron.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A saved tensor of the whole model, of a layer or of an expert, and the parameter that has it.
+    """Maps the tensor ``saved`` of the whole model, of a layer or of an expert to Megatron's ``parameter``.
 
-    ``part`` is its part of a parameter with several saved tensors. ``sizes`` names the sizes of its shape. Tensor
-    parallelism divides ``dim``. ``packed`` names the tensor of the model's own state that holds all experts'.
+    ``part`` names its part of a parameter with several saved tensors. ``sizes`` names the sizes of its shape. Tensor
+    parallelism divides ``dim``. ``packed`` names transformers' tensor with all experts of the layer.
     """
 
     parameter: str
@@ -105,11 +105,11 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The tensor ``name`` of the model's files, whole of ``shape``, and the place of ``parameter`` in Megatron's model.
+    """The tensor ``name`` of the model's files, of ``shape`` when whole, and its place in Megatron's model.
 
-    It is ``part`` of the parameter, of the stage ``stage`` and the expert rank ``expert_rank``. Tensor parallelism
-    divides ``dim``. In the model's own state it begins at ``offset`` of the tensor ``own_name`` of ``own_shape``. A
-    ``copy`` is a second place of the tensor, on the last stage.
+    It is ``part`` of ``parameter``, on the stage ``stage`` and the expert rank ``expert_rank``. Tensor parallelism
+    divides ``dim``. In transformers' state dict it begins at ``offset`` of the tensor ``own_name`` of ``own_shape``;
+    only packed experts have another name there. A ``copy`` is a second place of a tied embedding, on the last stage.
     """
 
     name: str
@@ -125,11 +125,11 @@ class SavedTensor:
     copy: bool = False
 
     def is_on(self, layout: Layout) -> bool:
-        """Return whether the rank has a part of it, or all of it."""
+        """Return whether the rank of ``layout`` has this tensor, or a part of it."""
         return self.stage == layout.stage and self.expert_rank in (_ALL, layout.expert_rank)
 
     def owners(self, layout: Layout) -> tuple[int, ...]:
-        """Return the ranks that together have it: one, or those with its parts, in order."""
+        """Return the ranks with its parts, in order; of an undivided tensor the first rank that has it."""
         ranks = layout.ranks(stage=self.stage, expert_rank=max(0, self.expert_rank))
         return ranks if self.dim is not None else ranks[:1]
 
@@ -139,7 +139,7 @@ _ALL = -1
 
 
 def saved_tensors(config: Any, layout: Layout) -> Iterator[SavedTensor]:
-    """Yield each tensor of the files of the model with this transformers ``config``, in one order on all ranks."""
+    """Yield the tensors of the model's files, for its transformers ``config``; the order is the same on all ranks."""
     sizes = _sizes(config)
     layers, last = config.num_hidden_layers, layout.stages - 1
     yield _saved(_EMBEDDING, sizes, stage=0)
@@ -164,11 +164,11 @@ def head_size(config: Any) -> int:
 
 
 def rank_nbytes(config: Any, layout: Layout, *, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of a rank by cause, in a step: ``parameters``, ``gradients`` and ``optimizer``.
+    """Return the bytes of a rank in a step, by cause: ``parameters``, ``gradients`` and ``optimizer``.
 
     The distributed optimizer divides its float32 parameters and moments over the ranks with the same parameters.
     """
-    moments = 8 if dtype == torch.float32 else 12  # float32 parameters are the model's own
+    moments = 8 if dtype == torch.float32 else 12  # the optimizer has float32 parameters, unless the model's are
     total = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for saved in saved_tensors(config, layout):
         if not saved.is_on(layout):
@@ -196,40 +196,41 @@ def _sizes(config: Any) -> dict[str, int]:
 
 
 def _layer(
-    config: Any, sizes: dict[str, int], layout: Layout, saved: str, own: str, stage: int
+    config: Any, sizes: dict[str, int], layout: Layout, saved: str, megatron: str, stage: int
 ) -> Iterator[SavedTensor]:
-    """Yield the tensors of a layer, ``saved`` and ``own`` being the prefixes of their names."""
+    """Yield the tensors of a layer. ``saved`` is the prefix in the files, ``megatron`` that of the parameters."""
     rules: tuple[_Rule, ...] = _ATTENTION
     rules += _QKV_BIASES if config.model_type == "qwen2" else ()
     rules += _QK_NORMS if config.model_type in ("qwen3", "qwen3_moe") else ()
     rules += _ROUTER if is_mixture(config) else _DENSE
     for rule in rules + _NORMS:
-        yield _saved(rule, sizes, stage=stage, saved=saved, own=own)
+        yield _saved(rule, sizes, stage=stage, saved=saved, megatron=megatron)
     each = sizes["experts"] // layout.experts
     for expert in range(sizes["experts"]):
         rank, local = divmod(expert, each)
-        prefix = f"{own}mlp.experts.local_experts.{local}."
+        prefix = f"{megatron}mlp.experts.local_experts.{local}."
         for rule in _EXPERT:
             yield _expert(rule, sizes, stage, f"{saved}mlp.experts.", prefix, expert, rank)
 
 
 def _saved(
-    rule: _Rule, sizes: dict[str, int], *, stage: int, saved: str = "", own: str = "", copy: bool = False
+    rule: _Rule, sizes: dict[str, int], *, stage: int, saved: str = "", megatron: str = "", copy: bool = False
 ) -> SavedTensor:
     name, shape = saved + rule.saved, tuple(sizes[size] for size in rule.sizes)
     zeros = (0,) * len(shape)
-    return SavedTensor(name, shape, own + rule.parameter, rule.part, rule.dim, stage, _ALL, name, shape, zeros, copy)
+    parameter = megatron + rule.parameter
+    return SavedTensor(name, shape, parameter, rule.part, rule.dim, stage, _ALL, name, shape, zeros, copy)
 
 
 def _expert(
-    rule: _Rule, sizes: dict[str, int], stage: int, saved: str, own: str, expert: int, rank: int
+    rule: _Rule, sizes: dict[str, int], stage: int, saved: str, megatron: str, expert: int, rank: int
 ) -> SavedTensor:
-    """Return the tensor of one expert. transformers packs those of all experts of a layer; gate and up are rows."""
+    """Return the tensor of one expert. In transformers' packed tensor, the rows of up follow those of gate."""
     shape = rows, columns = tuple(sizes[size] for size in rule.sizes)
     fused = rule.packed == "gate_up_proj"
     packed = (sizes["experts"], 2 * rows if fused else rows, columns)
     offset = (expert, rows if rule.part == "up" else 0, 0)
     name = f"{saved}{expert}.{rule.saved}"
     return SavedTensor(
-        name, shape, own + rule.parameter, rule.part, rule.dim, stage, rank, saved + rule.packed, packed, offset
+        name, shape, megatron + rule.parameter, rule.part, rule.dim, stage, rank, saved + rule.packed, packed, offset
     )

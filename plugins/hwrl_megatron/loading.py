@@ -29,13 +29,13 @@ def load_weights(
     group: Group | None,
     backend: Backend,
 ) -> None:
-    """Fill the parameters of ``weights`` from ``directory``; only their parts are read, one after the other.
+    """Fill the parameters of ``weights`` from ``directory``. Each rank reads only its parts, one after the other.
 
     ``saved`` has all tensors of the model. Collective; raises DataError on all ranks if the files do not fit the model
-    in its config.json. Files that cannot be read by parts, such as those of other formats, are loaded by the first rank
-    and broadcast, a tensor at a time; a log line says so.
+    in its config.json. If the files cannot be read by parts, for example in another format, the first rank loads them
+    and broadcasts a tensor at a time; a log line says so.
     """
-    level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
+    level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # one warning for a run
     _, reader = open_model(directory, group=group, backend=backend, level=level)
     if isinstance(reader, ModelFiles):
         read = functools.partial(_read_parts, weights, reader)
@@ -52,7 +52,7 @@ def load_weights(
 def _read_parts(weights: Sequence[MappedWeight], files: ModelFiles) -> None:
     for weight in weights:
         saved = weight.saved
-        if saved.own_name != saved.name:  # transformers packs experts: read one of them
+        if saved.own_name != saved.name:  # one expert of a tensor that transformers packs
             weight.load(files.read_saved(saved.name, weight.slices()))
             continue
         part, dim = torch.empty(weight.local_shape(), dtype=weight.view.dtype), saved.dim or 0

@@ -1,4 +1,4 @@
-"""The memory of one rank, by cause, before there is one: :func:`engine_memory`; no megatron needed."""
+"""Estimate the memory of a rank, by cause, before the run: :func:`engine_memory`. Needs no megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hwrl_megatron.supported import make_layout, require_settings
 def engine_memory(
     settings: EngineSettings, options: MegatronOptions, *, ranks: int, device_nbytes: int
 ) -> tuple[MemoryCause, ...]:
-    """Return the memory of the rank with the most in a step, of ``ranks``, each on a device of ``device_nbytes``.
+    """Return the memory of the rank that needs the most in a step. Each of ``ranks`` has ``device_nbytes``.
 
     A pass has ``settings.micro_batch_tokens`` tokens, all of them targets. Reads the model's configuration only. Raises
     ConfigError as the engine does.
@@ -61,11 +61,11 @@ def _state(config: Any, settings: EngineSettings, layout: Layout) -> Iterator[Me
 
 
 def _activations(config: Any, settings: EngineSettings, layout: Layout, *, room: int) -> Iterator[MemoryCause]:
-    """Yield the activations of all micro-batches under way; ``auto`` recomputes as many layers as it must.
+    """Yield the activations of all micro-batches under way; ``auto`` recomputes as few layers as fit in ``room``.
 
     A layer keeps 5 + 12 / ``tensor`` values for each token and hidden dimension, with fused attention (Korthikanti et
-    al. 2022, https://arxiv.org/abs/2205.05198, in a two-byte dtype: 10 + 24 / t bytes). A mixture's layer keeps that of
-    each expert of a token.
+    al. 2022, https://arxiv.org/abs/2205.05198, in a two-byte dtype: 10 + 24 / t bytes). A mixture's layer keeps this
+    once for each expert of a token.
     """
     tokens, layers = settings.micro_batch_tokens, int(config.num_hidden_layers) // layout.stages
     under_way = layout.stages - layout.stage

@@ -29,7 +29,7 @@ class _Model(GPTModel):  # type: ignore[misc] # mypy does not see Megatron
 def build_gpt(config: Any, layout: Layout, *, backend: Backend, dtype: torch.dtype) -> GPTModel:
     """Return this rank's part of the model with this transformers ``config``, on the device, with arbitrary weights.
 
-    ``backend`` attends over packs. Initialize Megatron's parallel state first.
+    ``backend`` computes the attention over packs. Needs Megatron's parallel state.
     """
     experts = config.num_experts if is_mixture(config) else None
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=_has_qk_norms(config), normalization="RMSNorm")
@@ -57,7 +57,7 @@ def _has_qk_norms(config: Any) -> bool:
 
 
 def _scale_rotation(model: GPTModel, rope: dict[str, Any]) -> None:
-    """Scale the rotation's frequencies as Llama 3 does; Megatron's argument for it knows one of four numbers."""
+    """Scale the rotation's frequencies as Llama 3 does. Megatron's own argument sets only one of the four numbers."""
     if rope.get("rope_type", "default") == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         embedding = model.rotary_pos_emb
@@ -101,7 +101,7 @@ class TorchAttention(nn.Module):
 
 @contextlib.contextmanager
 def output_layer(model: GPTModel, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let ``score`` make the model's results from hidden states (length × rows × size) and the layer's weight."""
+    """Let ``score`` replace the output layer: it gets hidden states (length × rows × size) and the layer's weight."""
 
     def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
         return score(hidden, model.output_layer.weight if weight is None else weight), None
@@ -115,7 +115,7 @@ def output_layer(model: GPTModel, score: Callable[[torch.Tensor, torch.Tensor], 
 
 @contextlib.contextmanager
 def rotary_positions(model: GPTModel, position_ids: torch.Tensor) -> Iterator[None]:
-    """Rotate the tokens of a pack by ``position_ids`` (1 × length): Megatron's order is that of the tokens."""
+    """Rotate the tokens of a pack by ``position_ids`` (1 × length). Megatron would count through the whole pack."""
     with model.rotary_pos_emb.register_forward_hook(lambda _, __, angles: angles[position_ids[0]]):
         yield
 

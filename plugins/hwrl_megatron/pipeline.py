@@ -21,9 +21,9 @@ def run_stages(
 ) -> Iterator[torch.Tensor]:
     """Run the micro-batches of ``plan`` through all stages; yield the scores of each (2 × targets, float32, detached).
 
-    Collective over the stages; each has the same plan. ``run`` returns this stage's result: hidden states, or on the
-    last stage the scores. With ``loss``, that stage takes the gradients of its result for them, one forward and one
-    backward pass at a time. Scores travel to all stages.
+    Collective over the stages; each has the same plan. ``run`` returns this stage's result: hidden states, or the
+    scores on the last stage. With ``loss``, the last stage computes it from the scores, and there are backward passes:
+    each stage alternates one forward and one backward pass. The last stage sends the scores to the others.
     """
 
     def step(parts: Iterator[MicroBatch], _: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -40,7 +40,7 @@ def run_stages(
         data_iterator=iter(plan),
         model=model,
         num_microbatches=len(plan),
-        seq_length=1,  # the stages tell each other the shapes
+        seq_length=1,  # not used: the stages send each other the shapes
         micro_batch_size=1,
         forward_only=loss is None,
     )

@@ -39,18 +39,19 @@ from hwrl.checkpoint import CheckpointInfo, DurableFS, LocalShards, copy_for_tor
 from hwrl.errors import CheckpointError, ConfigError
 
 COMMON = "common.pt"
-"""The name of all other values than sharded tensors and objects, in a state and as Megatron's file."""
+"""The name of all values but sharded tensors and objects: a key of the state, and Megatron's file."""
 
 
 class ShardedState:
-    """A Megatron sharded state dict in the form of a CheckpointManager.
+    """A Megatron sharded state dict as a state for CheckpointManager.
 
-    Pass ``state`` to ``save``, and to ``resume`` as the template. It has this rank's rectangles of each tensor under
-    its Megatron key (the caller's memory), each sharded object, and all other values as one. If a rank has a rectangle
-    or an object more than once, the main replica counts. If several ranks have an object or another value, the lowest
-    rank's counts. After a ``resume``, ``loaded`` returns the result of ``dist_checkpointing.load``.
+    Pass the attribute ``state`` to ``save``, and to ``resume`` as the template. It has three kinds of values: this
+    rank's rectangles of each tensor, under its Megatron key, in the caller's memory; each sharded object; and all other
+    values as one, under COMMON. If a rank has a rectangle or an object several times, the main replica is saved. If
+    several ranks have an object or another value, the lowest rank's is saved. After a ``resume``, ``loaded`` returns
+    the state as ``dist_checkpointing.load`` would.
 
-    ``sharded`` and its values may be used again. No collective is called. Raises CheckpointError for an unsupported
+    ``sharded`` and its values may be used again. Not collective. Raises CheckpointError for an unsupported
     value, on this rank only: the other ranks wait in ``save`` until the manager's ``timeout_s``.
     """
 
@@ -65,7 +66,7 @@ class ShardedState:
         apply_factories(built)
         self._local, built = extract_nonpersistent(built)
         self._sharded, common = extract_sharded_base(built)
-        # torch's planner takes a tuple as one value. So does Megatron: as this rank's objects of that name.
+        # A tuple, because torch's planner takes it as one value. Megatron reads it as the objects of this rank.
         self._unfilled = (_on_host(common),)
         self.state = {COMMON: self._unfilled}
         self._main: dict[Any, Any] = {}
@@ -101,7 +102,7 @@ class ShardedState:
             self.state[given.unique_key] = value
 
     def _is_first_main(self, sharded: ShardedTensor | ShardedObject, place: Any, identity: int) -> bool:
-        """Return whether this is the first main replica in ``place``; raise if another one has other data."""
+        """Return whether ``sharded`` is the first main replica in ``place``. Raises if a second one has other data."""
         if not is_main_replica(sharded.replica_id):
             return False
         known = self._main.setdefault(place, (sharded, identity))
@@ -119,8 +120,8 @@ class ShardedState:
     def loaded(self) -> dict[str, Any]:
         """Return the loaded state, nested like the given one, for ``load_state_dict`` of model and optimizer.
 
-        It contains the given tensors, filled, and the results of factories. Replicas of one rectangle are replaced by
-        the main one. Raises CheckpointError if ``state`` itself was not filled.
+        It contains the given tensors, filled, and the results of factories. The main replica takes the place of the
+        other replicas of its rectangle. Raises CheckpointError if ``resume`` has not filled ``state``.
         """
         common = self.state[COMMON]
         if common is self._unfilled:
@@ -151,7 +152,7 @@ class ShardedState:
             return self.state[sharded.unique_key][0]
         if not sharded.data.numel():
             return sharded.data
-        # Not its own data: of several replicas of one rectangle only one is filled.
+        # Not ``sharded.data``: if a rectangle has several replicas, only one is filled.
         return self.state[sharded.key].pieces[sharded.global_offset][(0,) * sharded.prepend_axis_num]
 
 

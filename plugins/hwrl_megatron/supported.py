@@ -1,4 +1,4 @@
-"""The models and sizes that the engine refuses, by name, before it allocates anything; no megatron needed."""
+"""Refuse models, sizes and settings by name, before the engine allocates anything. Needs no megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROPES = ("default", "llama3")
 
 
 def require_settings(settings: EngineSettings) -> None:
-    """Raise ConfigError for settings that only other engines have."""
+    """Raise ConfigError for settings that only other engines support."""
     if settings.host_step:
         raise ConfigError(
             "train.host_step=true is not possible with train.engine=megatron",
@@ -42,7 +42,7 @@ def require_settings(settings: EngineSettings) -> None:
 def make_layout(config: Any, options: MegatronOptions, *, rank: int, ranks: int) -> Layout:
     """Return the place of ``rank`` of ``ranks``, for the model with this transformers ``config``.
 
-    Raises ConfigError for a model that is not supported, and for sizes that do not divide it or the ranks.
+    Raises ConfigError if the model is not supported, or if the options do not divide the model or the ranks.
     """
     _require_model(config)
     each = options.tensor_parallel * options.pipeline_parallel

@@ -16,7 +16,8 @@ from hwrl_megatron.layout import Layout, SavedTensor, head_size, saved_tensors
 class MappedWeight:
     """The part ``rank`` of ``ranks`` of a saved tensor: ``view``, a view of ``parameter``.
 
-    The leading dimensions of ``view`` together are the part's rows. A tensor that is not divided is one part.
+    ``view`` may have more dimensions than the tensor; the additional ones divide its rows, such as (heads, head size).
+    An undivided tensor is one part.
     """
 
     saved: SavedTensor
@@ -26,7 +27,7 @@ class MappedWeight:
     ranks: int
 
     def dense(self) -> torch.Tensor:
-        """Return this rank's part; ``view`` itself if it is dense."""
+        """Return this rank's part in the tensor's shape, without a copy if ``view`` is contiguous."""
         return self.view.reshape(self.local_shape())
 
     def slices(self) -> tuple[slice, ...]:
@@ -36,7 +37,7 @@ class MappedWeight:
         return tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))
 
     def own_slices(self) -> tuple[slice, ...]:
-        """Return where this rank's part lies in the tensor of the model's own state."""
+        """Return where this rank's part lies in transformers' tensor, ``saved.own_name``."""
         packed = len(self.saved.offset) - len(self.saved.shape)
         begins = self.saved.offset[packed:]
         experts = [slice(at, at + 1) for at in self.saved.offset[:packed]]
@@ -44,13 +45,14 @@ class MappedWeight:
         return (*experts, *mine)
 
     def load(self, part: torch.Tensor) -> None:
-        """Copy ``part``, the slices of the saved tensor, into the parameter."""
+        """Copy ``part``, the :meth:`slices` of the saved tensor, into the parameter."""
         self.view.copy_(part.reshape(self.view.shape))
 
     def rectangles(self, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], slice, tuple[int, ...]]]:
-        """Map elements ``start`` to ``stop`` of the flat parameter to rectangles of the model's own tensor.
+        """Divide elements ``start`` to ``stop`` of the flat parameter into rectangles of transformers' tensor.
 
-        Yield each rectangle's offset in the tensor, its elements of the flat parameter, and its shape.
+        Elements of other saved tensors are left out. Yield each rectangle's offset in the tensor, its elements of the
+        flat parameter, and its shape.
         """
         runs = [self.view] if self.view.is_contiguous() else list(self.view)
         shape = self.local_shape()
@@ -106,7 +108,7 @@ def map_weights(model: nn.Module, config: Any, layout: Layout) -> list[MappedWei
 
 
 def _view(part: str, data: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return the view of a parameter that has ``part``; the parameter itself if it has one saved tensor."""
+    """Return ``part`` as a view of its parameter; the parameter itself if it holds one saved tensor."""
     if part in ("gate", "up"):
         return data.chunk(2)[part == "up"]
     if not part:

@@ -2,7 +2,7 @@
 
 ``docs/report.md`` and ``docs/watching.md`` describe them.
 
-Each is a plugin of its own, a module in this package. Importing it imports no tracker.
+Each module is a plugin. Importing one does not import the tracker's library.
 """
 
 __all__: list[str] = []

@@ -15,15 +15,15 @@ from hwrl_trackers.options import check_tracker
 OPTIONS = ("endpoint", "file", "service_name")
 _SDK = ("opentelemetry.sdk.trace", "opentelemetry-sdk")
 _EXPORTER = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http")
-"""A module and its package, for a file and for a collector."""
+"""The needed module and its package: the SDK for a file, the exporter for a collector."""
 _MOST_WAITING = 1000
-"""Spans that may wait to be sent. The SDK drops spans if more than 2,048 wait."""
+"""Ended spans before a flush. The SDK drops spans if more than 2,048 wait to be sent."""
 
 
 class OpenTelemetryTracker(Tracker):
-    """A trace for each traced prompt, sent by OTLP over HTTP, or written to a file of JSON objects.
+    """A trace for each traced prompt, sent by OTLP over HTTP, or written to ``file``, a JSON object on each line.
 
-    Without ``endpoint`` and ``file``, the standard variables of the environment name the collector.
+    Without ``endpoint`` and ``file``, OpenTelemetry's environment variables name the collector.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class OpenTelemetryTracker(Tracker):
         self._at_end.close()
 
     def _send_if_many(self) -> None:
-        """Count a span that has ended, and send all if many wait. Blocks until they are sent."""
+        """Count an ended span, and send all ended ones if many wait. Blocks until they are sent."""
         self._waiting += 1
         if self._waiting >= _MOST_WAITING:
             self._provider.force_flush()

@@ -1,4 +1,4 @@
-"""What all trackers check: their library is installed, and the user's options are known."""
+"""The checks of all trackers: their library is installed, and the user's options are known."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def check_tracker(
 ) -> None:
     """Raise EngineError if the library ``name`` is not installed, ConfigError for an option that is not ``known``.
 
-    ``module`` is the one to look for, and ``package`` is pip's name of the library, if they are not ``name``. Imports
-    nothing but the packages that contain ``module``.
+    ``module`` is the library's module, and ``package`` its name for pip; both are ``name`` by default. Imports nothing
+    but the parent packages of ``module``.
     """
     if not _is_installed(module or name):
         raise EngineError(
@@ -37,5 +37,5 @@ def check_tracker(
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that would contain it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

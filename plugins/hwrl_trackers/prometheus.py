@@ -39,8 +39,8 @@ def scrape_targets(nodes: list[dict[str, Any]], *, run: TrackedRun) -> list[dict
 class PrometheusTracker(Tracker):
     """Gauges of Ray, one for each metric, with the tags ``run`` and ``run_id``. They hold the newest step's values.
 
-    Ray's agent on the driver's node exports them; Prometheus collects them there. Each step brings the file of targets
-    up to date: nodes join and leave, and a new node's port is known a little later.
+    Ray's agent on the driver's node exports them; Prometheus collects them there. Each step updates the file of
+    targets, because nodes join and leave, and Ray learns a new node's port only later.
     """
 
     _run: TrackedRun

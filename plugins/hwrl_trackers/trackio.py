@@ -14,7 +14,7 @@ OPTIONS = ("auto_log_cpu", "auto_log_gpu", "bucket_id", "group", "name", "privat
 
 
 class TrackioTracker(Tracker):
-    """A run of trackio. A resume continues it by its name, so the name has a part of hwrl's run id."""
+    """A run of trackio. A resume finds it by its name, so the name contains a part of hwrl's run id."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

@@ -14,7 +14,7 @@ OPTIONS = ("dir", "entity", "group", "job_type", "mode", "name", "notes", "proje
 
 
 class WandbTracker(Tracker):
-    """A run of the service with hwrl's run id. A resume continues it."""
+    """A run of Weights & Biases under hwrl's run id. A resume continues it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

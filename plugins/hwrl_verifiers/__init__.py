@@ -23,9 +23,9 @@ def environment(
     """Return a workflow that plays episodes of ``taskset``; a factory for ``rollout.workflow``.
 
     ``taskset`` is the taskset's id, or its settings with ``id``. Only its first ``limit`` tasks are read; an infinite
-    one needs a limit. ``settings`` are all others of verifiers' ``EnvConfig``: ``agent``, or ``id`` for an environment
-    of several agents. The prompts are the rows of ``hwrl verifiers-rows``. Blocks while the tasks load. Raises
-    UnsupportedError without verifiers, and verifiers' own errors.
+    taskset needs a limit. ``settings`` are the other settings of verifiers' ``EnvConfig``: ``agent``, or ``id`` for an
+    environment of several agents. The run's prompts must be the rows of ``hwrl verifiers-rows``. Blocks while the tasks
+    load. Raises UnsupportedError without verifiers, and verifiers' own errors.
     """
     from hwrl_verifiers.tasks import load_env, load_tasks
 

@@ -1,4 +1,4 @@
-"""Episodes of verifiers as runs of a workflow: verifiers plays and rewards them, hwrl's endpoints record the tokens."""
+"""Episodes of verifiers as runs of a workflow. Verifiers plays and rewards them; hwrl's endpoints record the tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _POLICY = ModelContext(
     model="policy",
     client=EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="HWRL_POLICY"),
 )
-"""The model of agents without a client of their own. Its address and key are never used: each agent gets an endpoint of
-hwrl, and neither verifiers' records nor its logs see a key."""
+"""The model of agents without a client of their own. Its address and key are not used: each agent gets an endpoint of
+hwrl. So verifiers' records and logs contain no key."""
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """A run of the workflow, with the endpoint of each of its agents by the id of the agent's trace."""
+    """A run of the workflow. ``endpoints`` has the endpoint of each agent, by the id of the agent's trace."""
 
     client: PolicyClient
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
@@ -36,7 +36,10 @@ _run: ContextVar[_Episode] = ContextVar("_run")
 
 
 class Episodes:
-    """The episodes of ``env``, by task. Its servers start with the first run, and end with the event loop's tasks."""
+    """Plays episodes of ``env``, for the tasks by index. The servers of ``env`` start with the first episode.
+
+    They end when the event loop cancels its tasks.
+    """
 
     def __init__(self, env: Any, tasks: Mapping[int, Any]) -> None:
         self._env, self._tasks = env, tasks
@@ -44,9 +47,9 @@ class Episodes:
         self._ready: asyncio.Future[None] | None = None
 
     async def play(self, client: PolicyClient, prompt: Prompt) -> list[Trajectory]:
-        """Play the task of ``prompt``; return what each trained agent's policy said, with the agent's reward.
+        """Play the task of ``prompt``; return the trajectories of each trained agent, with the agent's reward.
 
-        Raises DataError for a wrong row, and RuntimeError for an episode with an error.
+        Raises DataError if the prompt's row names no task, RuntimeError if the episode has an error or no trajectory.
         """
         task = self._task(prompt)
         await self._serve()
@@ -84,7 +87,7 @@ class Episodes:
     async def _hold(self, ready: asyncio.Future[None]) -> None:
         try:
             async with self._env.serving():
-                # verifiers has no public place for it; agents take it from here for each of their rollouts
+                # No public name replaces the proxy. Each rollout of an agent acquires it from this attribute.
                 self._env._interception = _WithEndpoints(self._env._interception)
                 ready.set_result(None)
                 await asyncio.Event().wait()
@@ -95,7 +98,7 @@ class Episodes:
 
 
 class _WithEndpoints:
-    """verifiers' proxy between agents and models, with an endpoint of its own for each agent of the policy."""
+    """verifiers' proxy between agents and models. Each agent of the policy gets an endpoint of hwrl."""
 
     def __init__(self, proxy: Any) -> None:
         self._proxy = proxy
@@ -115,7 +118,7 @@ class _WithEndpoints:
 
 
 def _rewarded(trace: Any, endpoint: Endpoint) -> list[Trajectory]:
-    """Return the endpoint's trajectories with the reward of ``trace``; its parts are metrics, beside ``turns``."""
+    """Return the endpoint's trajectories with reward and metrics of ``trace``; the reward's parts are metrics, too."""
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     counted = {**trace.metrics, **scores, "turns": trace.num_turns}
     metrics = {name: float(value) for name, value in counted.items() if value is not None}

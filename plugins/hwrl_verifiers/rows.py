@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("taskset", help='the taskset\'s id, or its settings as JSON: {"id": "gsm8k", "split": "test"}')
     parser.add_argument("output", type=Path, help="the file to write, .jsonl")
-    parser.add_argument("--limit", type=int, help="only so many tasks; rollout.workflow_options.limit must agree")
+    parser.add_argument("--limit", type=int, help="how many tasks; rollout.workflow_options.limit must be the same")
 
 
 def run(args: argparse.Namespace) -> int:

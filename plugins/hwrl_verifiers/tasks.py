@@ -10,7 +10,7 @@ from hwrl.errors import DataError, UnsupportedError
 
 
 def load_env(taskset: str | Mapping[str, Any], **settings: Any) -> Any:
-    """Return verifiers' ``Env`` for ``taskset`` (an id, or settings with ``id``), with other settings of EnvConfig.
+    """Return verifiers' ``Env`` for ``taskset``, an id or settings with ``id``. ``settings`` are others of EnvConfig.
 
     Raises UnsupportedError without verifiers, and verifiers' own errors.
     """
@@ -27,7 +27,7 @@ def load_env(taskset: str | Mapping[str, Any], **settings: Any) -> Any:
 
 
 def load_tasks(env: Any, *, limit: int | None) -> dict[int, Any]:
-    """Return the first ``limit`` tasks of ``env``, or all, by their index. Raises DataError for infinitely many."""
+    """Return the first ``limit`` tasks of ``env``, or all, by index. Raises DataError for an infinite number."""
     tasks = env.taskset if limit is None else env.taskset.take(limit)
     if not tasks.bounded:
         raise DataError(
