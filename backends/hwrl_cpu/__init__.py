@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import os
 from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
-from hwrl_cpu import heap
+from hwrl_cpu import heap, limits
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
 if TYPE_CHECKING:
@@ -109,11 +108,10 @@ class CpuBackend(Backend):
         return InlineEvent()
 
     def memory_info(self) -> MemoryInfo:
-        page = os.sysconf("SC_PAGE_SIZE")
-        used = heap.allocated_nbytes()
+        used, machine = heap.allocated_nbytes(), limits.usable_memory()
         return MemoryInfo(
-            free_nbytes=_available_nbytes() or os.sysconf("SC_AVPHYS_PAGES") * page,
-            total_nbytes=os.sysconf("SC_PHYS_PAGES") * page,
+            free_nbytes=machine.free_nbytes,
+            total_nbytes=machine.total_nbytes,
             allocated_nbytes=used,
             reserved_nbytes=used,
             peak_nbytes=heap.peak_resident_nbytes(),
@@ -166,13 +164,3 @@ class CpuBackend(Backend):
 
     def abort_process_group(self, group: ProcessGroup) -> None:
         self._groups.abort(group)
-
-
-def _available_nbytes() -> int:
-    """Return Linux's estimate of what a process can still allocate; the file cache counts. 0 on other systems."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = next((line.split()[1] for line in file if line.startswith("MemAvailable:")), "0")
-    except OSError:
-        return 0
-    return int(found) << 10
