@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def device_name(backend: Backend) -> str:
-    """Return the name of the current device, or its kind where torch knows no name."""
+    """Return torch's name of the current device; its type and number if torch has no name."""
     properties = getattr(backend.device_module, "get_device_properties", None)
     return str(backend.device()) if properties is None else str(properties(backend.current_index()).name)
 
 
 def reset_peak(backend: Backend) -> bool:
-    """Forget the most memory in use until now: a loader may have held more than a step does. False: torch cannot."""
+    """Start a new peak of memory in use, because a loader may use more than a step. Return False if torch cannot."""
     reset = getattr(backend.device_module, "reset_peak_memory_stats", None)
     if reset is not None:
         reset()
@@ -25,6 +25,6 @@ def reset_peak(backend: Backend) -> bool:
 
 
 def peak_nbytes(backend: Backend) -> int | None:
-    """Return the most bytes in use since :func:`reset_peak`; None if the backend does not count them."""
+    """Return the peak of bytes in use since :func:`reset_peak`; None if the backend does not count them."""
     usable = backend.supports(Capability.MEMORY_STATS).usable
     return backend.memory_info().peak_nbytes if usable else None

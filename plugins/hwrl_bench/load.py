@@ -1,4 +1,4 @@
-"""``hwrl bench load``: several ranks load one sharded model; seconds, and host memory of each rank at its most."""
+"""``hwrl bench load``: several ranks load one sharded model; seconds, and the peak of each rank's host memory."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
     build_meta_model(others, dtype=torch.float32)  # imports the architecture
     group.barrier()
     before, started_s = _resident("VmRSS"), time.perf_counter()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most until now
+    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     model, reader = open_model(mine, group=group, backend=backend)
     layers = layers_of(model)
     memory = StateMemory.of(model, layers, dtype=torch.float32, ranks=ranks)
@@ -135,7 +135,7 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
 
 
 def _resident(key: str) -> int:
-    """Return host memory of this process in bytes, from Linux: VmRSS, now, or VmHWM, at its most."""
+    """Return the host memory of this process in bytes: VmRSS for now, VmHWM for its peak. Linux only."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found is not None, "Linux writes it"
     return int(found[1]) << 10

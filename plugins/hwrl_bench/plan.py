@@ -18,7 +18,7 @@ from hwrl_bench.ways import BenchPlan
 if TYPE_CHECKING:
     from hwrl import Backend
 
-HELP = "the memory of a training step that hwrl plan tells, beside torch's peak of a real step"
+HELP = "the memory of a training step by hwrl plan, beside torch's peak in a real step"
 
 _SETTINGS = {"auto": "auto", "true": True, "false": False}
 
@@ -99,10 +99,10 @@ def measure(rank: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_of(backend: Backend, work: Callable[[], None]) -> int:
-    """Do ``work``; return the most bytes of torch's tensors at a time, of those that it allocates."""
+    """Do ``work``; return the peak of the bytes of tensors that it allocates."""
     import torch
 
-    gc.collect()  # what would die during the work would count as less
+    gc.collect()  # now, because a collection during the work would lower the count
     if reset_peak(backend):
         before = backend.memory_info().allocated_nbytes
         work()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hwrl.errors import ConfigError
+
 if TYPE_CHECKING:
     from hwrl.interfaces import Batch
     from hwrl_bench.models import ModelShape
@@ -16,15 +18,25 @@ _SIGMA, _SHORTEST = 0.8, 16
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """``rows`` rows with ``prompt`` tokens of prompt and a response of random length, ``mean`` tokens before clipping.
+    """``rows`` rows of a prompt and a response. Each prompt has ``prompt`` tokens.
 
-    A row has at most ``longest`` tokens. Lengths of responses are lognormal, as in practice: most are short.
+    The lengths of the responses are random and lognormal, as in practice: most are short. Their mean is ``mean``. Then
+    they are clipped to 16 tokens or more, and to ``longest`` tokens of a row or fewer. Raises ConfigError if such a row
+    has no room for a response.
     """
 
     rows: int
     mean: int = 1024
     longest: int = 4096
     prompt: int = 128
+
+    def __post_init__(self) -> None:
+        if self.longest <= self.prompt:
+            raise ConfigError(
+                f"rows of at most {self.longest} tokens have no response",
+                why=f"the prompt has {self.prompt} tokens",
+                fix=f"use --longest {self.prompt + _SHORTEST} or more",
+            )
 
     def responses(self, seed: int = 0) -> list[int]:
         """Return the length of each response.
@@ -42,9 +54,9 @@ class RaggedRows:
 
 
 def even_rows(rows: RaggedRows, *, length: int, multiple: int) -> list[int]:
-    """Return lengths of responses for rows of ``length`` tokens, as many as have at most the tokens of ``rows``.
+    """Return the lengths of the responses in rows of ``length`` tokens; together at most the tokens of ``rows``.
 
-    Their number is a multiple of ``multiple``, the rows in one pass, so that no pass is smaller than the others.
+    Their number is a multiple of ``multiple``, the rows in one pass, and at least one pass: all passes are full.
     """
     tokens = sum(rows.responses()) + rows.rows * rows.prompt
     return [length - rows.prompt] * max(multiple, tokens // length // multiple * multiple)

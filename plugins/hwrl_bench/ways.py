@@ -18,23 +18,23 @@ _MeasuredT = TypeVar("_MeasuredT")
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The ways to measure, and how often. The ``warm_up`` rounds come first and do not count: they allocate."""
+    """The ways to measure, and how often. The ``warm_up`` rounds come first, and no result has them."""
 
     ways: tuple[str, ...]
     rounds: int
     warm_up: int = 0
 
     def one_by_one(self, measure: Callable[[str], _MeasuredT]) -> dict[str, _MeasuredT]:
-        """Call ``measure(way)`` for each way, for all of its rounds at once; return the results, by way.
+        """Call ``measure(way)`` once for each way; return the results, by way. The call measures all rounds of the way.
 
-        For ways in processes of their own: each needs the whole device, or memory that no other has used.
+        For ways in separate processes: each needs the whole device, or memory without another way's traces.
         """
         return {way: measure(way) for way in self.ways}
 
     def take_turns(self, measure: Callable[[str, int], _MeasuredT]) -> dict[str, list[_MeasuredT]]:
         """Call ``measure(way, number)`` for each way in each round; return the results of the counted rounds, by way.
 
-        The ways take turns within a round, so that other work on the machine disturbs all of them alike.
+        Each round has all ways, so other work on the machine disturbs all of them alike.
         """
         rows: dict[str, list[_MeasuredT]] = {way: [] for way in self.ways}
         for number in range(self.warm_up + self.rounds):
@@ -73,7 +73,7 @@ class Way:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """The part of one process in one transfer: seconds, and a receiver's tensors.
+    """The result of one transfer in one process: seconds, and a receiver's tensors.
 
     ``stages`` are this process's seconds by stage. ``transfer_s`` is the time of the bytes on the device, 0 if the way
     does not measure it. ``pause_s`` is how long a receiving engine could not step.
@@ -93,7 +93,7 @@ class TransferWay(Way, ABC):
     """
 
     def prepare(self) -> None:
-        """Get ready for the next transfer. The values are new, and no clock runs yet."""
+        """Get ready for the next transfer. The tensors have new values already. This time is not measured."""
         return
 
     @abstractmethod
@@ -110,7 +110,10 @@ def _distributions(module: str) -> list[str]:
 
 
 def one_line(exc: Exception) -> str:
-    """Return the first line of the message of ``exc``: some libraries put a stack below it."""
+    """Return the type and the first line of ``exc``, because some libraries put a stack below it.
+
+    Of an HwrlError, return what failed and why.
+    """
     if isinstance(exc, HwrlError):
         return f"{exc.what}: {exc.why}"
     return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"

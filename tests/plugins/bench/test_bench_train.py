@@ -9,6 +9,7 @@ import torch
 
 from hwrl import get_backend
 from hwrl.cli import main
+from hwrl.errors import ConfigError
 from hwrl_bench.models import MODELS, ModelShape
 from hwrl_bench.train import summarize
 from hwrl_bench.train_process import ENGINE_WAYS, EngineWay, TrainSetup, TrainWorkload, measure
@@ -23,6 +24,11 @@ def test_the_rows_are_those_of_the_published_measurements(rows: int, tokens: int
     assert sum(responses) + 128 * rows == tokens and max(responses) == 3690 and min(responses) >= 16
     assert rows == 96 or sum(responses) // rows == 1029
     assert RaggedRows(rows).responses(seed=1) != responses
+
+
+def test_rows_without_room_for_a_response_are_refused() -> None:
+    with pytest.raises(ConfigError, match="use --longest 144 or more"):
+        RaggedRows(3, mean=48, longest=128, prompt=128)
 
 
 def test_the_references_rows_are_as_many_as_have_the_same_tokens_and_fill_every_pass() -> None:
