@@ -194,7 +194,8 @@ class RolloutReceiversContract(_OfRolloutEngine):
         store = serve_store()
         where: dict[str, Any] = {"address": store_address(store), "name": POLICY, "replica": "kit"}
         models = EngineModels(engine, store, timeout_s=_WAIT_S, **where)
-        with WeightSender(store, backend=backend, transport="host", timeout_s=_WAIT_S) as sender:
+        sender = WeightSender(store, backend=backend, transport="host", timeout_s=_WAIT_S)
+        with sender, contextlib.closing(models):
             weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
             publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
             publishing.start()
@@ -202,7 +203,6 @@ class RolloutReceiversContract(_OfRolloutEngine):
             while loaded is None and time.monotonic() < deadline:
                 loaded = models.load(incarnation=0)
             publishing.join(_WAIT_S)
-            models.close()
         assert engine.version == 7
         assert _same(generate(engine, requests), wanted)
 
