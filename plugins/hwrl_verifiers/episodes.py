@@ -67,11 +67,12 @@ class Episodes:
         return rows
 
     def _task(self, prompt: Prompt) -> Any:
-        task = self._tasks.get(prompt.row.get("task", -1))
+        number = prompt.row.get("task")
+        task = self._tasks.get(number) if isinstance(number, int) else None
         if task is None or task.key != prompt.answer:
             raise DataError(
                 f"the row of the prompt {prompt.text[:80]!r} is no task of this taskset",
-                why=f"its columns task={prompt.row.get('task')!r} and answer={prompt.answer!r} name none of "
+                why=f"its columns task={number!r} and answer={prompt.answer!r} name none of "
                 f"the {len(self._tasks)} tasks",
                 fix="write the rows again with hwrl verifiers-rows, with the run's settings of the taskset",
             )

@@ -125,9 +125,11 @@ def test_an_episode_with_an_error_is_a_failed_run() -> None:
 
 
 @needs_verifiers
-@pytest.mark.parametrize("row", [{"task": 2}, {"task": 0, "answer": "another"}, {"task": 1, "limit": 1}])
+@pytest.mark.parametrize(
+    "row", [{"task": 2}, {"task": 0, "answer": "another"}, {"task": 1, "limit": 1}, {"task": ["a", "list"]}]
+)
 def test_a_row_of_another_taskset_is_refused(rows: Sequence[Prompt], row: dict[str, Any]) -> None:
-    wrong = prompt_of({"prompt": "x", "answer": rows[min(row["task"], 1)].answer, **row})
+    wrong = prompt_of({"prompt": "x", "answer": rows[0 if row["task"] == 0 else 1].answer, **row})
     limited = workflow(limit=row.get("limit"))
     with pytest.raises(DataError, match="is no task of this taskset"):
         play(chatml_policy("Two."), lambda client: limited(client, wrong))
