@@ -281,6 +281,14 @@ def logits_at(model: Any, places: torch.Tensor, **inputs: Any) -> torch.Tensor:
         return model(**inputs).logits[0]  # type: ignore[no-any-return] # transformers is not followed by mypy
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the attention cache among the arguments of the model's ``forward``.
+
+    transformers 5.24 renamed it from ``past_key_values`` to ``cache``.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in ``directory``; DataError if transformers cannot read one."""
     _require_directory(directory)

@@ -28,7 +28,7 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, logits_at, use_working_experts
+from hwrl.models import build_model, cache_argument, logits_at, use_working_experts
 from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
@@ -101,6 +101,7 @@ class EmbeddedEngine(RolloutEngine):
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
+        self._cache_argument = cache_argument(self.model)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # numpy takes no negative seed
@@ -344,8 +345,8 @@ class EmbeddedEngine(RolloutEngine):
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
         )
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
