@@ -75,4 +75,4 @@ def _limits_above(root: Path, path: str, limit: str, used: str, cached: str) -> 
 def _named_number(path: Path, name: str) -> int:
     """Return the number after ``name`` in a file of lines; 0 if there is no such line."""
     with path.open(encoding="ascii") as file:
-        return next((int(words[1]) for line in file if (words := line.split())[0] == name), 0)
+        return next((int(words[1]) for line in file if (words := line.split())[:1] == [name]), 0)
