@@ -284,7 +284,8 @@ def logits_at(model: Any, places: torch.Tensor, **inputs: Any) -> torch.Tensor:
 def cache_argument(model: Any) -> str:
     """Return the name of the attention cache among the arguments of the model's ``forward``.
 
-    transformers 5.24 renamed it from ``past_key_values`` to ``cache``.
+    transformers 5.24 renames it from ``past_key_values`` to ``cache``, and 5.40 drops the old name. Delete this
+    function when hwrl needs 5.24.
     """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hwrl.errors import DataError
-from hwrl.models import build_model, load_generation_config, load_model, load_tokenizer, vocabulary_size
+from hwrl.models import build_model, cache_argument, load_generation_config, load_model, load_tokenizer, vocabulary_size
 from hwrl.run.demo import write_demo
 
 
@@ -132,3 +132,16 @@ def test_code_in_a_model_directory_is_never_run_nor_asked_for(
         load(model)
     assert not (model / "ran").exists()
     assert sys.stdin.tell() == 0, "no question was answered"
+
+
+class _Renamed(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor, cache: object = None) -> torch.Tensor:
+        return input_ids
+
+
+def test_the_cache_has_the_name_of_the_installed_transformers(demo: Path) -> None:
+    """In 5.24 it is ``cache``. The model of the installed version takes the argument without a warning."""
+    assert cache_argument(_Renamed()) == "cache"
+    model = load_model(demo, dtype=torch.float32)
+    with torch.inference_mode():
+        model(torch.tensor([[3, 4]]), **{cache_argument(model): None})

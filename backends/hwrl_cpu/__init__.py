@@ -1,4 +1,4 @@
-"""The reference backend: hwrl on the CPU. Copy this file to start a new backend.
+"""The reference backend: hwrl on the CPU. ``hwrl new-backend`` starts a new one.
 
 "Device" memory is the C heap, the memory of torch's CPU tensors; "pinned" memory is anonymous mmap. The two are
 separate. So an offload to the host really frees device memory, and the contracts of all backends apply here, too.

@@ -14,7 +14,7 @@ _MOUNTED = Path("/sys/fs/cgroup")
 class UsableMemory(NamedTuple):
     """``total_nbytes`` this process may use at most, and ``free_nbytes`` of them that it can still allocate.
 
-    Pages of files that the kernel can drop count as free.
+    Pages of files that the kernel can drop count as free; in a control group, the inactive ones only.
     """
 
     total_nbytes: int

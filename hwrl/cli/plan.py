@@ -62,7 +62,9 @@ def size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     nbytes = float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else 0.0
     if not 1 <= nbytes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes; write for example 80GiB, or 50GB/s for a rate"
+        )
     return int(nbytes)
 
 

@@ -41,8 +41,8 @@ def require_weights(version: int, *, pending: int) -> None:
 
 
 def require_memory_tags(tags: Collection[str]) -> None:
-    """Raise EngineError if one of ``tags`` is none of MEMORY_TAGS."""
-    unknown = sorted(set(tags) - MEMORY_TAGS)
+    """Raise EngineError if one of ``tags`` is none of MEMORY_TAGS, or if ``tags`` is a text."""
+    unknown = [tags] if isinstance(tags, str) else sorted(set(tags) - MEMORY_TAGS)
     if unknown:
         raise EngineError(
             f"the engine cannot wake {', '.join(unknown)}",

@@ -30,7 +30,7 @@ def test_wrong_usage_is_status_2(words: list[str]) -> None:
     [
         (["train", "--resume", "c"], "a setting has no dashes: resume=…"),
         (["train", "c", "--train.steps=5"], "a setting has no dashes: train.steps=5\n"),
-        (["plan", "c", "--devices=8", "--memory=80GiB", "--bandwidth=0.5"], "'0.5' is not a size"),
+        (["plan", "c", "--devices=8", "--memory=80GiB", "--bandwidth=0.5"], "'0.5' is not a number of bytes"),
         ([], "checkpoints"),
     ],
     ids=repr,

@@ -139,7 +139,10 @@ def test_the_new_backend_is_not_chosen_by_detection(python: Path) -> None:
     """It computes on the host only where HWRL_BACKEND asks for it."""
     report = json.loads(run(python, ["-c", COMMAND, "doctor", "--json"]).stdout)
     (acme,) = [one for one in report["backends"] if one["name"] == "acme"]
-    assert (acme["answer"], acme["reason"]) == ("no", "torch_acme is not installed")
+    assert (acme["answer"], acme["reason"]) == (
+        "no",
+        "torch_acme is not installed; HWRL_BACKEND=acme would ask for the host",
+    )
 
 
 def test_the_packages_are_clean_and_say_which_interface_they_were_written_for(written: Path) -> None:

@@ -70,7 +70,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
             why="\n       ".join(mistakes),
-            fix=f"correct them; {manual('configuration.md')} lists every key with its default",
+            fix=f"{manual('configuration.md')} lists every key with its default",
         ) from exc
 
 
