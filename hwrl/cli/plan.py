@@ -24,9 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", type=Path, help=f"a YAML file of hwrl train; {manual('plan.md')} explains the result")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
-    parser.add_argument("--devices", type=_count, required=True, help="devices of all nodes")
+    parser.add_argument("--devices", type=count, required=True, help="devices of all nodes")
     parser.add_argument("--memory", type=size, required=True, help="memory of a device, for example 80GiB")
-    parser.add_argument("--nodes", type=_count, default=1, help="equal nodes that have the devices")
+    parser.add_argument("--nodes", type=count, default=1, help="equal nodes that have the devices")
     parser.add_argument("--host-memory", type=size, help="host memory of a node, for example 1TiB")
     parser.add_argument("--bandwidth", type=_rate, default=50e9, help="of each link, for example 50GB/s")
     parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
@@ -72,7 +72,8 @@ def _rate(text: str) -> float:
     return float(size(text.strip().removesuffix("/s")))
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return the number in ``text``, from 1 to 2**20. Raises argparse's error."""
     if not text.isdigit() or not 0 < int(text) <= 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to 1048576")
     return int(text)

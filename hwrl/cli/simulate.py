@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hwrl.cli.plan import count
 from hwrl.errors import manual
 from hwrl.lazy import large_imports
 
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--assume", action="append", default=[], metavar="NAME=NUMBER", help="replace a cost, for example sigma=1.2"
     )
-    parser.add_argument("--steps", type=_count, default=20, help="training steps to simulate")
+    parser.add_argument("--steps", type=count, default=20, help="training steps to simulate")
     parser.add_argument("--fixed-batch", action="store_true", help="do not let the groups of a step grow with devices")
     parser.add_argument("--beside-sync", action="store_true", help="simulate synchronous training, too, and compare")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and failures")
@@ -62,14 +63,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to 1048576")
-    return int(text)
-
-
 def _sizes(text: str) -> list[int]:
-    sizes = [_count(word) for word in text.split(",")]
+    sizes = [count(word) for word in text.split(",")]
     if min(sizes) < 2:
         raise argparse.ArgumentTypeError("a run needs 2 devices or more")
     return sizes

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from hwrl.interfaces import Backend, Capability, Kernels
 from hwrl.testing.varlen import PACKED, wrong_varlen
 from hwrl_cuda import attention, peaks
 from hwrl_npu import peaks as npu_peaks
+from tests.support.interrupting import before_each_line
 
 
 class Generic(hwrl_cpu.CpuBackend):
@@ -76,22 +77,14 @@ def test_threads_do_not_get_the_places_of_each_other() -> None:
     def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
         return GENERIC.varlen_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=7)
 
-    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_name != "_places":
-            return None
-        if event == "line":
-            other = threading.Thread(target=attend, args=[others])
-            other.start()
-            other.join()
-        return interrupt
+    def attend_elsewhere() -> None:
+        other = threading.Thread(target=attend, args=[others])
+        other.start()
+        other.join()
 
     wanted = attend(mine)
-    traced = sys.gettrace()
-    sys.settrace(interrupt)
-    try:
+    with before_each_line(lambda code: code.co_name == "_places", attend_elsewhere):
         out = attend(mine)
-    finally:
-        sys.settrace(traced)
     torch.testing.assert_close(out, wanted)
 
 

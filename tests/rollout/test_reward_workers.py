@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ import pytest
 from hwrl.errors import DataError
 from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle
 from hwrl.rollout.reward_process import send_frame
+from tests.support.interrupting import before_each_line
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 from tests.support.started_rewards import FUNCTIONS, Start, responses_of
 
@@ -268,19 +268,12 @@ def test_a_prompt_that_comes_while_the_workers_end_is_cancelled(start: Start, li
     """The workers end before a line of ``score``, one line after the other, as if in another thread."""
     workers, lines = start("length"), itertools.count()
 
-    def end_at_the_line(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code is not RewardWorkers.score.__code__:
-            return None
-        if event == "line" and next(lines) == line:
+    def end_at_the_line() -> None:
+        if next(lines) == line:
             workers.close()
-        return end_at_the_line
 
-    before = sys.gettrace()
-    sys.settrace(end_at_the_line)
-    try:
+    with before_each_line(lambda code: code is RewardWorkers.score.__code__, end_at_the_line):
         scores = score(workers)
-    finally:
-        sys.settrace(before)
     workers.close()
     assert scores.cancelled()
 
