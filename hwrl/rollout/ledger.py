@@ -116,6 +116,10 @@ class PromptLedger:
     ``max_attempts`` failed attempts. Up to ``max_skipped_in_a_row`` failed prompts in a row are skipped; the next one
     is an error.
 
+    ``lead_groups`` limits the active groups beyond those of the present version; None: only the staleness bound does.
+    With fewer than max_staleness × groups_per_version, training places before the deadlines stay free, and younger
+    groups may take them before an older running one.
+
     ``teaches`` decides whether a finished group is trained or filtered; None filters none. ``max_filtered_in_a_row``
     filtered groups in a row are an error.
     """
@@ -126,6 +130,7 @@ class PromptLedger:
         groups_per_version: int,
         max_staleness: int,
         total_groups: int,
+        lead_groups: int | None = None,
         group_timeout_s: float = 600.0,
         max_attempts: int = 3,
         max_skipped_in_a_row: int = 0,
@@ -156,7 +161,7 @@ class PromptLedger:
         self._untrained = UntrainedPrompts()  # since the last call of take_untrained
         self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
-        self.lead_groups: int | None = None
+        self.lead_groups = lead_groups
         """The most active groups beyond those of the present version; None: as many as the bound permits."""
 
     # -- rollout side -------------------------------------------------------------------------------------------

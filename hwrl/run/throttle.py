@@ -34,8 +34,8 @@ class Throttle:
     """Keeps the lead as small as possible without making the trainer wait. A small lead means fresh tokens.
 
     The *lead* is the number of prompt groups that may be active beyond the groups of the current version. 0 means
-    synchronous training. The upper bound is ``staleness`` × ``groups_per_version``. With ``sleeps`` the controller may
-    also stop giving prompts to some replicas, so that they go to sleep and free their device memory.
+    synchronous training. The upper bound is ``max_lead``, where it begins. With ``sleeps`` the controller may also stop
+    giving prompts to some replicas, so that they go to sleep and free their device memory.
 
     After every 8 steps it applies one rule. All shares are of the wall time of these steps, and "batch" means the
     groups of one version:
@@ -50,8 +50,8 @@ class Throttle:
     wait costs time at once and an older token costs only a little learning. We chose the numbers; they are not tuned.
     """
 
-    def __init__(self, *, staleness: int, groups_per_version: int, sleeps: bool) -> None:
-        self._max_lead, self._batch, self._sleeps = staleness * groups_per_version, groups_per_version, sleeps
+    def __init__(self, *, max_lead: int, groups_per_version: int, sleeps: bool) -> None:
+        self._max_lead, self._batch, self._sleeps = max_lead, groups_per_version, sleeps
         self._window: list[Metrics] = []
         self.state = ThrottleState(self._max_lead, 0)
 
@@ -60,8 +60,7 @@ class Throttle:
         """Return the controller of a run; None unless ``async_training.adaptive`` is set."""
         if not config.async_training.adaptive:
             return None
-        staleness = config.async_training.staleness_threshold
-        return cls(staleness=staleness, groups_per_version=config.groups_per_version, sleeps=sleeps)
+        return cls(max_lead=config.lead_groups, groups_per_version=config.groups_per_version, sleeps=sleeps)
 
     def metrics(self) -> Metrics:
         """Return the current state as metrics."""

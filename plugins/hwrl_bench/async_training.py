@@ -34,6 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--staleness", type=whole_number, default=2, help="staleness_threshold of the asynchronous run (default 2)"
     )
     parser.add_argument(
+        "--lead",
+        type=float,
+        help="async_training.lead_versions of the asynchronous run (default: as far as the staleness permits)",
+    )
+    parser.add_argument(
         "--longest",
         type=positive_int,
         default=24,
@@ -53,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     common = [f"train.steps={args.steps}", "rollout.max_running=512", "optimizer.learning_rate=1e-3", *args.overrides]
     staleness = {"async": args.staleness, "sync": 0}
     overrides = {way: [*common, f"async_training.staleness_threshold={each}"] for way, each in staleness.items()}
+    if args.lead is not None:
+        overrides["async"].append(f"async_training.lead_versions={args.lead:g}")
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         config = write_demo(scratch, seed=args.seed, digits=[*LENGTHS, args.longest], prompts=4096)

@@ -312,9 +312,17 @@ class RandomRun:
     versions=st.integers(1, 12),
     filtered=st.sampled_from([0.0, 0.2, 0.7]),
     failed=st.sampled_from([0.0, 0.1]),
+    lead=st.none() | st.integers(0, 12),
 )
 def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_within_the_bound(
-    seed: int, batch: int, steps_per_version: int, staleness: int, versions: int, filtered: float, failed: float
+    seed: int,
+    batch: int,
+    steps_per_version: int,
+    staleness: int,
+    versions: int,
+    filtered: float,
+    failed: float,
+    lead: int | None,
 ) -> None:
     """Stragglers, lost replicas, filtered and failed prompts, and kill-and-resume from old checkpoints."""
     steps = versions * steps_per_version
@@ -322,6 +330,7 @@ def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_withi
         groups_per_version=batch * steps_per_version,
         max_staleness=staleness,
         total_groups=steps * batch,
+        lead_groups=lead,
         max_attempts=2,
         max_skipped_in_a_row=1000,
         teaches=has_variance,
@@ -345,6 +354,27 @@ def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_withi
     assert sorted(settled) == list(range(ledger.state_dict()["next"]))
     assert settled == {number: ledger.state_of(number) for number in settled}
     assert [len(numbers) for numbers, _ in run.lines] == [batch] * steps
+
+
+@pytest.mark.parametrize(("lead", "versions"), [(8, [{0}, {0}]), (4, [{0}, {0, 1}])])
+def test_with_a_smaller_lead_younger_groups_overtake_a_straggler(lead: int, versions: list[set[int]]) -> None:
+    """At the bound no place before its deadline is free. In both cases the straggler is trained within the bound."""
+    ledger = PromptLedger(groups_per_version=4, max_staleness=2, total_groups=1000, lead_groups=lead)
+    ledger.advance(0)
+    straggler, *leases = ledger.lease(100, replica="a", now_s=0)
+    batches = []
+    while leases:
+        for lease in leases:
+            ledger.complete(finished(lease))
+        if (batch := ledger.take(4)) is None:
+            break
+        batches.append({group.oldest_version for group in batch})
+        ledger.advance(ledger.version + 1)
+        leases = ledger.lease(100, replica="a", now_s=0)
+    assert batches == versions
+    assert ledger.complete(finished(straggler))
+    oldest = ledger.take(4)
+    assert oldest is not None and oldest[0].oldest_version == 0 and ledger.version == 2
 
 
 def test_a_smaller_lead_admits_less_and_a_larger_one_no_more_than_the_bound() -> None:

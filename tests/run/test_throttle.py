@@ -28,14 +28,14 @@ def decide(throttle: Throttle, *, wait: float, busy: float, replicas: int = 4) -
 
 
 def test_it_decides_after_eight_measured_steps() -> None:
-    throttle = Throttle(staleness=2, groups_per_version=8, sleeps=False)
+    throttle = Throttle(max_lead=16, groups_per_version=8, sleeps=False)
     seen = [throttle.observe(line(wait=0.0, busy=0.1), replicas=1) for _ in range(7)]
     assert not throttle.observe({"step": 1.0}, replicas=1), "a step after a restart has no time"
     assert seen == [False] * 7 and throttle.observe(line(wait=0.0, busy=0.1), replicas=1)
 
 
 def test_the_lead_moves_within_the_bound_and_rests_between() -> None:
-    throttle = Throttle(staleness=2, groups_per_version=8, sleeps=False)
+    throttle = Throttle(max_lead=16, groups_per_version=8, sleeps=False)
     assert decide(throttle, wait=0.5, busy=3.9).lead_groups == 16, "the bound"
     assert [decide(throttle, wait=0.01, busy=2.0).lead_groups for _ in range(3)] == [15, 14, 13]
     assert decide(throttle, wait=0.01, busy=3.5).lead_groups == 13, "the replicas have no room"
@@ -47,7 +47,7 @@ def test_the_lead_moves_within_the_bound_and_rests_between() -> None:
 
 
 def test_idle_replicas_fall_asleep_while_the_others_have_room_and_wake_when_they_have_none() -> None:
-    throttle = Throttle(staleness=1, groups_per_version=8, sleeps=True)
+    throttle = Throttle(max_lead=8, groups_per_version=8, sleeps=True)
     assert [decide(throttle, wait=0.0, busy=1.5).asleep for _ in range(3)] == [1, 2, 2], "1.5 of 2 is below 80 %"
     assert throttle.state.lead_groups == 7, "after the sleepers, the lead"
     assert decide(throttle, wait=0.2, busy=1.5) == ThrottleState(8, 2), "the lead was too small"
@@ -56,7 +56,7 @@ def test_idle_replicas_fall_asleep_while_the_others_have_room_and_wake_when_they
 
 
 def test_it_wakes_a_replica_soon_after_replicas_have_left() -> None:
-    throttle = Throttle(staleness=1, groups_per_version=8, sleeps=True)
+    throttle = Throttle(max_lead=8, groups_per_version=8, sleeps=True)
     for _ in range(5):
         decide(throttle, wait=0.0, busy=0.5, replicas=8)
     assert throttle.state.asleep == 5
@@ -64,15 +64,25 @@ def test_it_wakes_a_replica_soon_after_replicas_have_left() -> None:
     assert decide(throttle, wait=0.03, busy=0.5, replicas=1).asleep == 0
 
 
-def simulated(directory: Path, *, adaptive: bool, train_token_s: float) -> SimulatedRun:
+def simulated(
+    directory: Path,
+    *,
+    train_token_s: float,
+    adaptive: bool = False,
+    staleness: int = 4,
+    lead: float | None = None,
+    sigma: float = 1.0,
+) -> SimulatedRun:
     (directory / "config.yaml").write_text(
         f"dir: {directory}/run\nmodel: {{path: {directory}/model}}\ndata: {{train: {directory}/t.jsonl}}\n"
         'reward: {function: "m:f"}\n'
         "rollout: {replicas: 3, n: 4, max_new_tokens: 1024, max_running: 16}\ntrain: {ranks: 1, batch_groups: 8}\n"
-        f"async_training: {{staleness_threshold: 4, adaptive: {str(adaptive).lower()}}}\n"
+        f"async_training: {{staleness_threshold: {staleness}, adaptive: {str(adaptive).lower()}}}\n"
     )
-    work = Workload(mean_tokens=200.0, full_step_s=0.04, train_token_s=train_token_s, sync_fixed_s=0.5, update_s=0.2)
-    return simulate(as_measured(load_config(directory / "config.yaml", []), 300), work)
+    overrides = [] if lead is None else [f"async_training.lead_versions={lead:g}"]
+    costs = {"full_step_s": 0.04, "train_token_s": train_token_s, "sync_fixed_s": 0.5, "update_s": 0.2}
+    work = Workload(mean_tokens=200.0, sigma=sigma, **costs)
+    return simulate(as_measured(load_config(directory / "config.yaml", overrides), 300), work)
 
 
 def mean_age(run: SimulatedRun) -> float:
@@ -85,6 +95,21 @@ def test_behind_a_slow_trainer_the_tokens_become_young_for_hardly_more_time(tmp_
     assert moved.seconds < 1.03 * fixed.seconds
     leads = [line["throttle/lead_versions"] for line in moved.lines]
     assert leads[0] == 4.0 and 0.5 < leads[-1] < 2.0
+
+
+def test_with_long_tails_a_smaller_lead_keeps_tokens_young_and_waits_less_than_a_smaller_bound(tmp_path: Path) -> None:
+    bound, lead = (
+        simulated(tmp_path, train_token_s=1e-3, sigma=1.3, staleness=staleness, lead=2.0) for staleness in (2, 4)
+    )
+    assert mean_age(bound) == pytest.approx(mean_age(lead), abs=0.1) == 2.0
+    assert lead.seconds < 0.9 * bound.seconds
+    assert max(line["staleness/max"] for line in lead.lines) == 4, "long responses use the threshold"
+
+
+def test_the_adaptive_lead_begins_at_its_limit(tmp_path: Path) -> None:
+    limited = simulated(tmp_path, adaptive=True, train_token_s=8e-3, lead=1.5)
+    leads = [line["throttle/lead_versions"] for line in limited.lines]
+    assert leads[0] == max(leads) == 1.5
 
 
 def test_before_a_fast_trainer_nothing_moves(tmp_path: Path) -> None:

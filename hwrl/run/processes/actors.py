@@ -126,6 +126,7 @@ def make_ledger(config: Config) -> PromptLedger:
         groups_per_version=config.groups_per_version,
         max_staleness=config.async_training.staleness_threshold,
         total_groups=config.train.steps * config.train.batch_groups,
+        lead_groups=config.lead_groups,
         group_timeout_s=config.rollout.group_timeout_s,
         max_attempts=config.rollout.max_attempts,
         max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,

@@ -28,6 +28,7 @@ MAY_BE_ZERO = {
     "optimizer.betas",
     "optimizer.weight_decay",
     "async_training.staleness_threshold",
+    "async_training.lead_versions",
     "checkpoint.save_every_steps",
     "eval.every_steps",
     "eval.temperature",
