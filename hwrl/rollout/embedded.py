@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hwrl.discovery import backend_or_default
@@ -41,7 +40,7 @@ from hwrl.rollout.checks import (
     require_sleep,
     require_weights,
 )
-from hwrl.rollout.long_rows import LongRows, divided, find_long_rows
+from hwrl.rollout.row_ranges import RowRanges, divided
 from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
@@ -276,22 +275,22 @@ class EmbeddedEngine(RolloutEngine):
 
     def _continue(self, running: int) -> None:
         rows = slice(0, running)
-        lengths = self._length[rows].cpu().numpy()
-        used, last = int(lengths.max()), self._length[rows] - 1
+        lengths, ranges = self._length[rows].cpu().numpy(), self._row_ranges()
+        if (moves := ranges.find_moves(lengths)) is not None:
+            self._move(moves.sources, moves.targets)
+            lengths = self._length[rows].cpu().numpy()
+        parts = ranges.find_ranges(lengths)
+        used, last = parts[0].positions, self._length[rows] - 1
         tokens = self._tokens[rows].gather(1, last[:, None]).long()
         mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
         self._cache.place(rows, last[:, None], used)
-        with divided(self.model, self._long_rows(lengths)):
+        with divided(self.model, parts):
             logits = self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last))
         self._sample(rows, logits)
 
-    def _long_rows(self, lengths: npt.NDArray[np.int64]) -> LongRows | None:
-        return find_long_rows(
-            lengths,
-            position_nbytes=self._cache.position_nbytes(),
-            launched=self._backend.supports(Capability.STREAMS).usable,
-            device=self._device,
-        )
+    def _row_ranges(self) -> RowRanges:
+        launched = self._backend.supports(Capability.STREAMS).usable
+        return RowRanges(position_nbytes=self._cache.position_nbytes(), launched=launched)
 
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.
@@ -417,16 +416,20 @@ class EmbeddedEngine(RolloutEngine):
         kept = len(self._slots) - len(rows)
         gaps = [row for row in rows if row < kept]
         moved = [row for row in range(kept, len(self._slots)) if row not in ended]
-        for source, target in zip(moved, gaps, strict=True):
-            self._slots[target] = self._slots[source]
+        if moved:
+            self._move(moved, gaps)
         del self._slots[kept:]
-        if not moved:
-            return
-        self._cache.move(moved, gaps, int(self._length[moved].max()))
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Move the requests of the slots ``sources`` to the slots ``targets``, all at once."""
+        requests = [self._slots[source] for source in sources]
+        for target, request in zip(targets, requests, strict=True):
+            self._slots[target] = request
+        self._cache.move(sources, targets, int(self._length[sources].max()))
         per_token = (self._tokens, self._logprobs, self._draws, self._versions)
         for state in (*per_token, self._length, self._limit):
-            state[gaps] = state[moved]
-        self._sampler.move(moved, gaps)
+            state[targets] = state[sources]
+        self._sampler.move(sources, targets)
 
 
 def _entropy(seed: int, request: GenerationRequest) -> Any:

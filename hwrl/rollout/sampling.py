@@ -33,9 +33,10 @@ class SlotSampler:
             self._min_p[rows] = torch.tensor([one.min_p for one in settings], device=self._device)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the settings of the slots ``sources`` over those of the slots ``targets``."""
-        for source, target in zip(sources, targets, strict=True):
-            self._is_filtered[target] = self._is_filtered[source]
+        """Copy the settings of the slots ``sources`` over those of the slots ``targets``, all at once."""
+        filtered = [self._is_filtered[source] for source in sources]
+        for target, is_filtered in zip(targets, filtered, strict=True):
+            self._is_filtered[target] = is_filtered
         for state in (self._temperature, self._top_p, self._top_k, self._min_p):
             state[targets] = state[sources]
 

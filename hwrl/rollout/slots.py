@@ -31,7 +31,7 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
         self.rows, self.positions, self.used_length = rows, positions, used_length
 
     def move(self, sources: list[int], targets: list[int], used_length: int) -> None:
-        """Copy the first ``used_length`` positions of the slots ``sources`` over the slots ``targets``."""
+        """Copy the first ``used_length`` positions of the slots ``sources`` over the slots ``targets``, all at once."""
         for layer in self.layers:
             layer.keys[targets, :, :used_length] = layer.keys[sources, :, :used_length]
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
