@@ -40,7 +40,7 @@ from hwrl.rollout.checks import (
     require_sleep,
     require_weights,
 )
-from hwrl.rollout.row_ranges import RowRanges, divided
+from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange, can_divide, divided, require_attention
 from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
@@ -89,6 +89,7 @@ class EmbeddedEngine(RolloutEngine):
         backend: Backend | None = None,
         decode: Decode | None = None,
     ) -> None:
+        require_attention(model)
         _require_full_attention(model.config, max_length=max_length)
         self.receivers = 1
         self.model = model.eval()
@@ -101,6 +102,7 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._cache_argument = cache_argument(self.model)
+        self._can_divide = can_divide(self.model)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # numpy takes no negative seed
@@ -275,22 +277,23 @@ class EmbeddedEngine(RolloutEngine):
 
     def _continue(self, running: int) -> None:
         rows = slice(0, running)
-        lengths, ranges = self._length[rows].cpu().numpy(), self._row_ranges()
-        if (moves := ranges.find_moves(lengths)) is not None:
-            self._move(moves.sources, moves.targets)
-            lengths = self._length[rows].cpu().numpy()
-        parts = ranges.find_ranges(lengths)
-        used, last = parts[0].positions, self._length[rows] - 1
+        division = self._divide(rows)
+        if division.sources:
+            self._move(division.sources, division.targets)
+        used, last = division.ranges[0].positions, self._length[rows] - 1
         tokens = self._tokens[rows].gather(1, last[:, None]).long()
         mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
         self._cache.place(rows, last[:, None], used)
-        with divided(self.model, parts):
+        with divided(self.model, division.ranges):
             logits = self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last))
         self._sample(rows, logits)
 
-    def _row_ranges(self) -> RowRanges:
+    def _divide(self, rows: slice) -> RowDivision:
+        lengths = self._length[rows].cpu().numpy()
+        if not self._can_divide:
+            return RowDivision([RowRange(rows, int(lengths.max()))])
         launched = self._backend.supports(Capability.STREAMS).usable
-        return RowRanges(position_nbytes=self._cache.position_nbytes(), launched=launched)
+        return RowDivider(position_nbytes=self._cache.position_nbytes(), launched=launched).divide(lengths)
 
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.
@@ -425,11 +428,12 @@ class EmbeddedEngine(RolloutEngine):
         requests = [self._slots[source] for source in sources]
         for target, request in zip(targets, requests, strict=True):
             self._slots[target] = request
-        self._cache.move(sources, targets, int(self._length[sources].max()))
+        self._sampler.move(sources, targets)
+        from_rows, to_rows = torch.tensor([sources, targets], device=self._device)
+        self._cache.move(from_rows, to_rows, int(self._length[from_rows].max()))
         per_token = (self._tokens, self._logprobs, self._draws, self._versions)
         for state in (*per_token, self._length, self._limit):
-            state[targets] = state[sources]
-        self._sampler.move(sources, targets)
+            state[to_rows] = state[from_rows]
 
 
 def _entropy(seed: int, request: GenerationRequest) -> Any:

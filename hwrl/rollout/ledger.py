@@ -11,7 +11,8 @@ A settled prompt stays settled.
 Two rules hold the staleness bound without dropping a group that teaches. A group is *active* while it is running or
 accepted.
 
-* Admission (AReaL, arXiv:2505.24298, §5.1): active + trained ≤ (max_staleness + version + 1) × batch.
+* Admission (AReaL, arXiv:2505.24298, §5.1): active + trained ≤ (max_staleness + version + 1) × batch. A smaller lead
+  admits fewer.
 * Consumption: a group admitted at version v must be trained by version v + max_staleness, its deadline. Finished
   groups are consumed oldest first. A younger group overtakes an older running one only if enough training places
   remain before the older one's deadline. So a straggler makes the trainer wait instead of becoming stale.
@@ -137,6 +138,8 @@ class PromptLedger:
         teaches: GroupFilter | None = None,
         max_filtered_in_a_row: int = 1000,
     ) -> None:
+        if lead_groups is not None and lead_groups < 0:
+            raise ValueError(f"lead_groups={lead_groups} must be 0 or more: a batch could never fill up")
         self._groups_per_version = groups_per_version
         self._max_staleness = max_staleness
         self._total_groups = total_groups
@@ -167,7 +170,7 @@ class PromptLedger:
     # -- rollout side -------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        """Return how many more groups may be leased now, by the staleness bound and the end of the stream."""
+        """Return how many more groups may be leased now, by the lead, the staleness bound and the end of the stream."""
         batch, lead = self._groups_per_version, self._max_staleness * self._groups_per_version
         if self.lead_groups is not None:
             lead = min(lead, self.lead_groups)  # the proof holds for any stricter admission

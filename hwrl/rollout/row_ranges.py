@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,25 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 
+from hwrl.errors import EngineError
+
 _NAME = "hwrl_row_ranges"
 _WHOLE = "sdpa"
 """The attention in transformers that computes each range."""
 
-_MOVE = 3
-"""A moved row costs this many memory accesses per position: a read and a write for a copy, and a write of the copy."""
+_MOVE = 4
+"""A moved row costs this many memory accesses per position: a read and a write for a copy, and the same back."""
 _STEPS = 4
 """A move must pay within this number of steps, because rows end and others come."""
+_MOST = 4
+"""The most ranges: each has fewer rows, and a device may not be full with few rows."""
 
 _WORTH_NBYTES, _WORTH_LAUNCHED_NBYTES = 2 << 20, 128 << 20
-"""The bytes that a further range must save in each layer, because it adds operations to each layer. The second number
-is for devices where the host only launches operations.
+"""The bytes that a further range, or a move, must save in each layer, because it adds operations to each layer. The
+second number is for devices where the host only launches operations.
 
-One CPU core takes 0.1 ms for the added operations. It reads 2 MiB in 0.15 ms (measured with the demo: 512 rows, two
-key-value heads of size 32). A host launches them in about 50 us. A fast device reads 128 MiB in that time (an
+One CPU core takes 0.1 ms for the operations of a range. It reads 2 MiB in 0.15 ms (measured with the demo: 512 rows,
+two key-value heads of size 32). A host launches them in about 50 us. A fast device reads 128 MiB in that time (an
 estimate).
 """
 
@@ -46,14 +51,18 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class RowMoves:
-    """Rows to move before a step: the row of each of the ``sources`` goes to the place in ``targets``, all at once."""
+class RowDivision:
+    """How a step's attention is divided: first the rows ``sources`` go to the places ``targets``, all at once.
 
-    sources: list[int]
-    targets: list[int]
+    ``ranges`` go from the first row to the last, and the first one has the longest row. One range: nothing is divided.
+    """
+
+    ranges: list[RowRange]
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
 
 
-class RowRanges:
+class RowDivider:
     """Divides the rows of a step so that its attention reads few bytes.
 
     A position has ``position_nbytes`` of keys and values in a layer. ``launched`` is true if the host only launches
@@ -64,64 +73,82 @@ class RowRanges:
         self._position_nbytes = position_nbytes
         self._worth_nbytes = _WORTH_LAUNCHED_NBYTES if launched else _WORTH_NBYTES
 
-    def find_moves(self, lengths: npt.NDArray[np.int64]) -> RowMoves | None:
-        """Return the moves that bring rows of about the same length together; None if they cost more than they save.
+    def divide(self, lengths: npt.NDArray[np.int64]) -> RowDivision:
+        """Return the division for rows with these numbers of positions (at least one row).
 
-        ``lengths`` are the rows' numbers of positions.
+        Rows move only if the reads that this saves in the next steps are more than those of the move.
         """
-        ordered = self.find_ranges(-np.sort(-lengths))
-        places = np.repeat(np.arange(len(ordered)), [_count(one) for one in ordered])  # the range of each place
-        belongs = np.searchsorted([-one.positions for one in ordered], -lengths, side="right") - 1  # and of each row
-        misplaced = np.flatnonzero(places != belongs)
+        ordered = self._ranges(-np.sort(-lengths))
+        range_of_place = np.repeat(np.arange(len(ordered)), [_count(one) for one in ordered])
+        # Equal lengths are always in one range, so each row belongs to the last range that is long enough.
+        range_of_row = np.searchsorted([-one.positions for one in ordered], -lengths, side="right") - 1
+        misplaced = np.flatnonzero(range_of_place != range_of_row)
         if not len(misplaced):
-            return None
-        saved_nbytes = _STEPS * (_reads(self.find_ranges(lengths)) - _reads(ordered)) * self._position_nbytes
-        moved_nbytes = _MOVE * len(misplaced) * int(lengths[misplaced].max()) * self._position_nbytes
-        if saved_nbytes < moved_nbytes + self._worth_nbytes:
-            return None
-        sources = misplaced[np.argsort(belongs[misplaced], kind="stable")]
-        targets = misplaced[np.argsort(places[misplaced], kind="stable")]
-        return RowMoves(sources.tolist(), targets.tolist())
+            return RowDivision(ordered)
+        present = self._ranges(np.maximum.accumulate(lengths[::-1])[::-1])  # the longest of each row and those after it
+        saved = _STEPS * (_positions(present) - _positions(ordered))
+        moved = _MOVE * len(misplaced) * int(lengths[misplaced].max())
+        if (saved - moved) * self._position_nbytes < self._worth_nbytes:
+            return RowDivision(present)
+        sources = misplaced[np.argsort(range_of_row[misplaced], kind="stable")]
+        targets = misplaced[np.argsort(range_of_place[misplaced], kind="stable")]
+        return RowDivision(ordered, sources.tolist(), targets.tolist())
 
-    def find_ranges(self, lengths: npt.NDArray[np.int64]) -> list[RowRange]:
-        """Return the ranges of the rows in their present order, from the first row to the last; often only one."""
-        reach = np.maximum.accumulate(lengths[::-1])[::-1]  # the longest of each row and those after it
-        starts = self._starts(reach)
-        ends = [*starts[1:], len(lengths)]
-        return [RowRange(slice(start, end), int(reach[start])) for start, end in zip(starts, ends, strict=True)]
+    def _ranges(self, falling: npt.NDArray[np.int64]) -> list[RowRange]:
+        """Divide rows of lengths that never rise. Each further range starts where it saves the most reads."""
+        starts = [0]
+        while len(starts) < _MOST:
+            splits = [self._best_split(falling, *bounds) for bounds in pairwise([*starts, len(falling)])]
+            saved, start = max(splits)
+            if saved * self._position_nbytes < self._worth_nbytes:
+                break
+            starts = sorted([*starts, start])
+        return [RowRange(slice(start, end), int(falling[start])) for start, end in pairwise([*starts, len(falling)])]
 
-    def _starts(self, falling: npt.NDArray[np.int64]) -> list[int]:
-        """Return the first row of each range; ``falling`` are lengths, longest first."""
-        starts, open_ranges = [0], [(0, len(falling))]
-        while open_ranges:
-            start, end = open_ranges.pop()
-            saved = (falling[start] - falling[start:end]) * (end - np.arange(start, end))
-            best = int(saved.argmax())
-            if best and int(saved[best]) * self._position_nbytes >= self._worth_nbytes:
-                starts.append(start + best)
-                open_ranges += [(start, start + best), (start + best, end)]
-        return sorted(starts)
+    @staticmethod
+    def _best_split(falling: npt.NDArray[np.int64], start: int, end: int) -> tuple[int, int]:
+        """Return the positions that a new range within these rows saves at most, and its first row."""
+        saved = (falling[start] - falling[start:end]) * np.arange(end - start, 0, -1)
+        best = int(saved.argmax())
+        return int(saved[best]), start + best
 
 
 def _count(one: RowRange) -> int:
     return int(one.rows.stop - one.rows.start)
 
 
-def _reads(ranges: Sequence[RowRange]) -> int:
+def _positions(ranges: Sequence[RowRange]) -> int:
     return sum(_count(one) * one.positions for one in ranges)
 
 
 _present: ContextVar[Sequence[RowRange]] = ContextVar("row_ranges", default=())
 
 
+def require_attention(model: Any) -> None:
+    """Raise EngineError if ``model`` has another attention than transformers' sdpa; the engine's masks are for that."""
+    own = getattr(model.config, "_attn_implementation", None)
+    if own not in (None, _WHOLE):
+        raise EngineError(
+            "the embedded engine cannot generate with this model",
+            why=f"its attention is {own}, and the engine makes masks for {_WHOLE} attention",
+            fix=f"load the model with attn_implementation={_WHOLE!r}; without such an attention, use another engine",
+        )
+
+
+def can_divide(model: Any) -> bool:
+    """Return whether :func:`divided` can divide the attention of ``model``: its code uses AttentionInterface."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    return bool(kinds) and bool(kinds[0]._can_set_attn_implementation())  # type: ignore[attr-defined] # transformers'
+
+
 @contextmanager
 def divided(model: Any, ranges: Sequence[RowRange]) -> Iterator[None]:
     """Divide the attention of ``model`` into ``ranges`` inside the block; one range changes nothing.
 
-    Each call of the model must have one new token for each row. The results are the same but for rounding. A model
-    without transformers' attention interface is not divided.
+    Only for a model that :func:`can_divide` accepts. Each call of the model must have one new token for each row. The
+    results are the same but for rounding.
     """
-    if len(ranges) < 2 or not _can_divide(model):
+    if len(ranges) == 1:
         yield
         return
     AttentionInterface.register(_NAME, _attend)
@@ -132,11 +159,6 @@ def divided(model: Any, ranges: Sequence[RowRange]) -> Iterator[None]:
     finally:
         _present.reset(present)
         model.config._attn_implementation = before
-
-
-def _can_divide(model: Any) -> bool:
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
-    return bool(kinds) and bool(kinds[0]._can_set_attn_implementation())  # type: ignore[attr-defined] # transformers'
 
 
 def _attend(

@@ -37,8 +37,9 @@ class SlotSampler:
         filtered = [self._is_filtered[source] for source in sources]
         for target, is_filtered in zip(targets, filtered, strict=True):
             self._is_filtered[target] = is_filtered
+        from_rows, to_rows = torch.tensor([sources, targets], device=self._device)
         for state in (self._temperature, self._top_p, self._top_k, self._min_p):
-            state[targets] = state[sources]
+            state[to_rows] = state[from_rows]
 
     def sample(self, rows: slice, logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a token (int64) and its log-probability (float32) for each slot of ``rows``, each rows × 1.

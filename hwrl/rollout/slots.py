@@ -12,8 +12,9 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
     """A :class:`transformers.Cache` in which each running request has a slot (a row) of fixed length.
 
     The used slots are 0 … n-1, without gaps, so a step reads them as one slice, without a copy. When a request ends,
-    the caller moves the last request into its slot (:meth:`move`). Before each forward pass the caller sets the slots
-    and positions of the pass (:meth:`place`). The caller also makes the attention masks.
+    the caller moves the last request into its slot (:meth:`move`); it may also order the requests by length. Before
+    each forward pass the caller sets the slots and positions of the pass (:meth:`place`). The caller also makes the
+    attention masks.
     """
 
     def __init__(self, *, slots: int, length: int, device: torch.device) -> None:
@@ -30,8 +31,11 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
         """
         self.rows, self.positions, self.used_length = rows, positions, used_length
 
-    def move(self, sources: list[int], targets: list[int], used_length: int) -> None:
-        """Copy the first ``used_length`` positions of the slots ``sources`` over the slots ``targets``, all at once."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, used_length: int) -> None:
+        """Copy the first ``used_length`` positions of the slots ``sources`` over the slots ``targets``, all at once.
+
+        Both are int64. Needs memory for a copy of these keys, and then of these values, of one layer.
+        """
         for layer in self.layers:
             layer.keys[targets, :, :used_length] = layer.keys[sources, :, :used_length]
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]

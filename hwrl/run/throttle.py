@@ -34,7 +34,7 @@ class Throttle:
     """Keeps the lead as small as possible without making the trainer wait. A small lead means fresh tokens.
 
     The *lead* is the number of prompt groups that may be active beyond the groups of the current version. 0 means
-    synchronous training. The upper bound is ``max_lead``, where it begins. With ``sleeps`` the controller may also stop
+    synchronous training. It begins at its upper bound, ``max_lead``. With ``sleeps`` the controller may also stop
     giving prompts to some replicas, so that they go to sleep and free their device memory.
 
     After every 8 steps it applies one rule. All shares are of the wall time of these steps, and "batch" means the

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hwrl.errors import ConfigError
 from hwrl_bench.arguments import add_json, positive_int, whole_number
 from hwrl_bench.result import provenance, report
 from hwrl_bench.training_runs import History, train_in_turns
@@ -25,6 +26,7 @@ COMMON = [
     "weights.bypass_cpu=false",  # the trainer does not wait for the replica to take weights
 ]
 """Settings of both kinds of runs."""
+_OPTIONS = ("async_training.staleness_threshold=", "async_training.lead_versions=")
 TARGET_SHARE = 0.9
 """The target reward is this share of the lower of the two final rewards."""
 SMOOTHED_STEPS = 10
@@ -61,25 +63,31 @@ def run(args: argparse.Namespace) -> int:
     """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
     from hwrl.run import write_demo
 
-    lead = args.staleness / 2 if args.lead is None else args.lead
-    limits = {"async": (args.staleness, lead), "sync": (0, 0)}
-    overrides = {
-        way: [
-            f"train.steps={args.steps}",
-            *COMMON,
-            *args.overrides,
-            f"async_training.staleness_threshold={staleness}",
-            f"async_training.lead_versions={lead}",
-        ]
-        for way, (staleness, lead) in limits.items()
-    }
+    overrides = overrides_of(args)
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         config = write_demo(scratch, seed=args.seed, digits=[*LENGTHS, args.longest], prompts=4096)
         histories = train_in_turns(BenchPlan(tuple(overrides), args.rounds), config, overrides, scratch=scratch)
-    result = compare(histories)
+    result = compare(histories) | {"overrides": overrides, "longest": args.longest, "seed": args.seed}
     report(result, table(result), json_path=args.json)
     return 0
+
+
+def overrides_of(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the configuration of each kind of runs. Settings of the user win over :data:`COMMON`."""
+    given = [word for word in args.overrides if word.startswith(_OPTIONS)]
+    if given:
+        raise ConfigError(
+            f"{given[0]!r} is not for both kinds of runs",
+            why="the synchronous run has a staleness_threshold of 0",
+            fix="give the asynchronous run's with --staleness and --lead",
+        )
+    lead = args.staleness / 2 if args.lead is None else args.lead
+    limits = {
+        "async": [f"async_training.staleness_threshold={args.staleness}", f"async_training.lead_versions={lead:g}"],
+        "sync": ["async_training.staleness_threshold=0"],
+    }
+    return {way: [f"train.steps={args.steps}", *COMMON, *args.overrides, *own] for way, own in limits.items()}
 
 
 def compare(histories: dict[str, list[History]]) -> dict[str, Any]:

@@ -377,6 +377,11 @@ def test_with_a_smaller_lead_younger_groups_overtake_a_straggler(lead: int, vers
     assert oldest is not None and oldest[0].oldest_version == 0 and ledger.version == 2
 
 
+def test_a_lead_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="lead_groups=-1 must be 0 or more"):
+        PromptLedger(groups_per_version=4, max_staleness=1, total_groups=8, lead_groups=-1)
+
+
 def test_a_smaller_lead_admits_less_and_a_larger_one_no_more_than_the_bound() -> None:
     ledger = ledger_of(batch=4, staleness=2)
     ledger.lead_groups = 3

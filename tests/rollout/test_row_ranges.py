@@ -1,4 +1,4 @@
-"""A few long rows among many short ones: the short rows do not read as many positions, and no result changes."""
+"""Rows in ranges by length: short rows do not read as many positions as long ones, and no result changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwrl.interfaces import GenerationRequest, Sampling
+from hwrl.errors import EngineError
+from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout import EmbeddedEngine
-from hwrl.rollout.row_ranges import RowMoves, RowRange, RowRanges
+from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange
 from hwrl.saved_names import saved_weights
 from tests.support.tiny_model import generate, tiny_model
 
@@ -57,6 +58,14 @@ def mixed_requests() -> list[GenerationRequest]:
     ]
 
 
+def next_logits(model: Any, request: GenerationRequest, response: Response) -> torch.Tensor:
+    """Return the logits before each token of ``response``, from one pass of the model over all tokens."""
+    tokens = torch.from_numpy(np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
+    return logits
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_short_rows_read_few_positions_beside_long_ones(experts: int) -> None:
     model, requests = tiny_model(experts=experts), mixed_requests()
@@ -67,73 +76,98 @@ def test_short_rows_read_few_positions_beside_long_ones(experts: int) -> None:
     assert model.config._attn_implementation == "sdpa"
     for request in requests[:45]:
         response = together[request.request_id]
-        tokens = torch.from_numpy(np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64))[None]
-        with torch.no_grad():
-            logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
+        logits = next_logits(model, request, response)
         assert response.token_ids.tolist() == logits.argmax(-1).tolist()
         wanted = logits.log_softmax(-1).max(-1).values  # at temperature 0: those of the policy
         np.testing.assert_allclose(response.logprobs, wanted.numpy(), atol=1e-5)
 
 
-def test_a_moved_request_keeps_its_settings_and_its_random_numbers() -> None:
-    model, requests = tiny_model(), mixed_requests()
-    kinds = [Sampling(6), Sampling(6, top_k=1), Sampling(3, temperature=0.5), Sampling(6, top_p=0.4)]
-    requests = [replace(one, sampling=kinds[one.request_id // 3 % 4]) for one in requests]
-    find, found = RowRanges.find_moves, list[RowMoves]()
+@contextmanager
+def seen_divisions() -> Iterator[list[RowDivision]]:
+    """Yield a list that gets each division of a step."""
+    divide, seen = RowDivider.divide, list[RowDivision]()
 
-    def seen_moves(ranges: RowRanges, lengths: Any) -> RowMoves | None:
-        moves = find(ranges, lengths)
-        found.extend([] if moves is None else [moves])
-        return moves
+    def seen_divide(divider: RowDivider, lengths: Any) -> RowDivision:
+        seen.append(divide(divider, lengths))
+        return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowRanges, "find_moves", seen_moves)
+        patch.setattr(RowDivider, "divide", seen_divide)
+        yield seen
+
+
+def test_a_moved_request_keeps_its_settings_its_random_numbers_and_its_versions() -> None:
+    model, requests = tiny_model(), mixed_requests()
+    kinds = [Sampling(6), Sampling(6, top_k=1), Sampling(3, temperature=0.5), Sampling(6, stop_token_ids=(3, 5, 7, 9))]
+    requests = [replace(one, sampling=kinds[one.request_id // 3 % 4]) for one in requests]
+    engine, together = engine_of(model), dict[int, Response]()
+    with seen_divisions() as divisions:
+        engine.submit(requests)
+        for version in range(1, 7):
+            together |= {done.request_id: done.response for done in engine.step()}
+            engine.load_weights(list(saved_weights(model)[0].items()), version=version)
+    assert not engine.pending() and len(divisions[0].sources) == 2 * LONG
+    for request in [one for one in requests if one.request_id < 12 or one.request_id % 81 == 40]:
+        response, alone = together[request.request_id], generate(engine_of(model), [request])[request.request_id]
+        assert response.token_ids.tolist() == alone.token_ids.tolist() and response.stop == alone.stop
+        assert response.versions.tolist() == list(range(len(response.token_ids)))
+
+
+def test_a_model_with_code_of_its_own_for_attention_is_not_divided() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("falcon", vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config.initializer_range = 0.3
+    model, requests = AutoModelForCausalLM.from_config(config).eval(), mixed_requests()
+    with seen_divisions() as divisions:
         together = generate(engine_of(model), requests)
-    assert found and len(found[0].sources) == 2 * LONG
-    for request in [one for one in requests if one.request_id < 6 or one.request_id % 81 == 40]:
-        alone = generate(engine_of(model), [request])[request.request_id]
-        assert together[request.request_id].token_ids.tolist() == alone.token_ids.tolist()
+    assert not divisions, "so no row was moved"
+    for request in [one for one in requests if one.request_id % 81 in (40, 41)][:4]:
+        wanted = next_logits(model, request, together[request.request_id]).log_softmax(-1).max(-1).values
+        np.testing.assert_allclose(together[request.request_id].logprobs, wanted.numpy(), atol=1e-5)
 
 
-def ranges_of(position_nbytes: int = 1024, *, launched: bool = False) -> RowRanges:
-    return RowRanges(position_nbytes=position_nbytes, launched=launched)
+def test_a_model_with_another_attention_is_refused() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(EngineError, match="its attention is eager, and the engine makes masks for sdpa"):
+        engine_of(model)
 
 
-def moved(lengths: list[int], moves: RowMoves | None) -> list[int]:
-    """Return ``lengths`` in the order after ``moves``."""
+def divider(position_nbytes: int = 1024, *, launched: bool = False) -> RowDivider:
+    return RowDivider(position_nbytes=position_nbytes, launched=launched)
+
+
+def moved(lengths: list[int], division: RowDivision) -> list[int]:
+    """Return ``lengths`` in the order after the moves of ``division``."""
     after = list(lengths)
-    if moves is not None:
-        for source, target in zip(moves.sources, moves.targets, strict=True):
-            after[target] = lengths[source]
+    for source, target in zip(division.sources, division.targets, strict=True):
+        after[target] = lengths[source]
     return after
 
 
 def test_rows_are_divided_where_that_reads_the_fewest_bytes() -> None:
     lengths = [10] * 50 + [900] + [12] * 49 + [1000] + [300] * 40
-    moves = ranges_of().find_moves(np.array(lengths))
-    assert moves is not None and len(moves.sources) == 84, "42 longer rows change places with 42 short ones"
-    after = moved(lengths, moves)
-    found = ranges_of().find_ranges(np.array(after))
-    assert found == [RowRange(slice(0, 2), 1000), RowRange(slice(2, 42), 300), RowRange(slice(42, 141), 12)]
-    assert ranges_of().find_moves(np.array(after)) is None, "now each row is in its range"
+    division = divider().divide(np.array(lengths))
+    assert division.ranges == [RowRange(slice(0, 2), 1000), RowRange(slice(2, 42), 300), RowRange(slice(42, 141), 12)]
+    assert len(division.sources) == 84, "42 longer rows change places with 42 short ones"
+    again = divider().divide(np.array(moved(lengths, division)))
+    assert again == RowDivision(division.ranges), "now each row is in its range"
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    lengths=st.lists(st.sampled_from([5, 6, 7, 40, 41, 200, 900, 901]), min_size=1, max_size=200),
-    position_nbytes=st.sampled_from([64, 1024, 1 << 16]),
+    lengths=st.lists(st.sampled_from([5, 6, 7, 40, 41, 200, 900, 901, 4000, 9000]), min_size=1, max_size=200),
+    position_nbytes=st.sampled_from([0, 64, 1024, 1 << 16]),
 )
 def test_moves_lose_no_row_and_every_range_holds_its_rows(lengths: list[int], position_nbytes: int) -> None:
-    ranges = ranges_of(position_nbytes)
-    moves = ranges.find_moves(np.array(lengths))
-    after = moved(lengths, moves)
-    assert sorted(after) == sorted(lengths)
-    if moves is not None:
-        assert sorted(moves.sources) == sorted(moves.targets)
-    found = ranges.find_ranges(np.array(after))
-    assert [place for one in found for place in range(one.rows.start, one.rows.stop)] == list(range(len(lengths)))
-    assert all(max(after[one.rows]) <= one.positions <= max(lengths) for one in found)
-    assert found[0].positions == max(lengths)
+    division = divider(position_nbytes).divide(np.array(lengths))
+    after, ranges = moved(lengths, division), division.ranges
+    assert sorted(after) == sorted(lengths) and sorted(division.sources) == sorted(division.targets)
+    assert [place for one in ranges for place in range(one.rows.start, one.rows.stop)] == list(range(len(lengths)))
+    assert all(max(after[one.rows]) <= one.positions <= ranges[0].positions for one in ranges)
+    assert ranges[0].positions == max(lengths) and len(ranges) <= 4
 
 
 @pytest.mark.parametrize(
@@ -148,14 +182,12 @@ def test_moves_lose_no_row_and_every_range_holds_its_rows(lengths: list[int], po
 def test_rows_are_not_divided_for_less_than_the_added_operations(
     lengths: list[int], position_nbytes: int, launched: bool
 ) -> None:
-    ranges = ranges_of(position_nbytes, launched=launched)
+    whole = RowDivision([RowRange(slice(0, len(lengths)), max(lengths))])
     for order in (lengths, lengths[::-1]):
-        assert ranges.find_moves(np.array(order)) is None
-        assert len(ranges.find_ranges(np.array(order))) == 1
+        assert divider(position_nbytes, launched=launched).divide(np.array(order)) == whole
 
 
 def test_rows_are_not_moved_for_less_than_a_move_takes() -> None:
     few, many = [100] * 4 + [8] * 4, [100] * 4 + [8] * 400
     for lengths, moves in ((few, 0), (many, 8)):
-        found = ranges_of(1 << 20).find_moves(np.array(lengths[::-1]))
-        assert len(found.sources if found else []) == moves
+        assert len(divider(1 << 20).divide(np.array(lengths[::-1])).sources) == moves

@@ -59,22 +59,13 @@ class AsyncConfig(Section):
     staleness_threshold: NotNegative = 1
     """Maximum age of a trained token, in weight versions; 0: synchronous, on-policy training."""
     lead_versions: NotNegativeReal | None = None
-    """[The lead](training.md#lead): versions that rollout may run ahead; null: as many as ``staleness_threshold``."""
+    """[The lead](training.md#lead): versions that rollout may run ahead; null, or more: ``staleness_threshold``."""
     trigger_parameter_sync_step: Positive = 1
     """Training steps per weight version. The weights are sent to the replicas after every such number of steps."""
     partial_rollout: bool = True
     """Take new weights in the middle of responses, between two tokens. If false, finish running responses first."""
     adaptive: bool = False
-    """[Adapt the lead](training.md#balance), up to ``lead_versions``, to the waits; let idle replicas sleep."""
-
-    @model_validator(mode="after")
-    def _the_lead_keeps_the_bound(self) -> AsyncConfig:
-        if self.lead_versions is not None and self.lead_versions > self.staleness_threshold:
-            raise ValueError(
-                f"lead_versions={self.lead_versions:g} must be at most staleness_threshold={self.staleness_threshold}: "
-                "a prompt that is started earlier could not be trained within the bound"
-            )
-        return self
+    """[Adapt the lead](training.md#balance) to the waits, up to its limit; let idle replicas sleep."""
 
 
 class WeightsConfig(Section):
@@ -271,7 +262,7 @@ class Config(Section):
 
     @property
     def lead_groups(self) -> int:
-        """The most prompts that may be running or finished beyond those of the present version."""
+        """The most prompts that may be running or finished beyond those of the present version, rounded down."""
         limits = self.async_training
-        lead = limits.staleness_threshold if limits.lead_versions is None else limits.lead_versions
-        return int(lead * self.groups_per_version)
+        most = limits.staleness_threshold
+        return int(min(most, most if limits.lead_versions is None else limits.lead_versions) * self.groups_per_version)

@@ -136,9 +136,11 @@ def _capable(capability: Capability) -> Support:
 def takes_turns(config: Config) -> bool:
     """Return whether trainer and replicas take turns, so that each can free its memory for the other.
 
-    They do if the run is synchronous (``staleness_threshold=0``) and idle replicas sleep (``free_cache_engine``).
+    They do if replicas may not run ahead (``staleness_threshold`` or ``lead_versions`` is 0), each step is a version
+    (``trigger_parameter_sync_step=1``), and idle replicas sleep (``free_cache_engine``).
     """
-    return config.async_training.staleness_threshold == 0 and config.rollout.free_cache_engine
+    steps = config.async_training.trigger_parameter_sync_step
+    return config.lead_groups == 0 and steps == 1 and config.rollout.free_cache_engine
 
 
 def _devices(

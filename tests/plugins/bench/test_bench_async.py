@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from hwrl.cli import main
+from hwrl.errors import ConfigError
 from hwrl.run import Config, PlainView, Summary
-from hwrl_bench.async_training import SMOOTHED_STEPS, compare, table
+from hwrl_bench.async_training import COMMON, SMOOTHED_STEPS, compare, configure, overrides_of, table
 from hwrl_bench.training_runs import History
 
 
@@ -74,6 +76,26 @@ def test_a_missing_evaluation_and_a_short_run_are_no_errors() -> None:
     result = compare({"async": [history_of([0.5], step_s=1.0)], "sync": [history_of([0.5], step_s=1.0)]})
     assert result["kinds"]["sync"]["eval_reward"] is None and result["kinds"]["sync"]["time_to_reward_s"] == 1.0
     assert "not measured" in table(result)
+
+
+def options_of(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return parser.parse_args(words)
+
+
+def test_both_runs_have_the_same_settings_but_for_the_staleness() -> None:
+    overrides = overrides_of(options_of("--steps", "7", "rollout.max_running=16", "rollout.n=8"))
+    common = ["train.steps=7", *COMMON, "rollout.max_running=16", "rollout.n=8"]
+    assert overrides["sync"] == [*common, "async_training.staleness_threshold=0"]
+    assert overrides["async"] == [*common, "async_training.staleness_threshold=8", "async_training.lead_versions=4"]
+    assert "async_training.lead_versions=1.5" in overrides_of(options_of("--staleness", "3"))["async"]
+    assert "async_training.lead_versions=2" in overrides_of(options_of("--lead", "2"))["async"]
+
+
+def test_a_staleness_for_both_runs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the synchronous run has a staleness_threshold of 0"):
+        overrides_of(options_of("async_training.lead_versions=2"))
 
 
 def test_an_interrupted_run_ends_the_benchmark_without_a_result(

@@ -220,7 +220,7 @@ def _timeline_figures(columns: MetricColumns, bars: dict[str, object] | None) ->
     means = {side: f"{float(values.mean()):.0%}" for side, values in idle.items() if values is not None}
     text = (
         f"The trainer waited for responses for {means.get('trainer', '–')} of its time. Replicas were idle for "
-        f"{means.get('rollout', '–')} of their time, at the staleness bound or between prompts. Each bar shows the "
+        f"{means.get('rollout', '–')} of their time, at the limit of their lead or between prompts. Each bar shows the "
         "seconds of a step; with many steps, it shows the mean of neighbouring steps."
     )
     captions = {
