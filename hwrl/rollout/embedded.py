@@ -103,6 +103,7 @@ class EmbeddedEngine(RolloutEngine):
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._cache_argument = cache_argument(self.model)
         self._can_divide = can_divide(self.model)
+        self._divider = RowDivider(launched=self._backend.supports(Capability.STREAMS).usable)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # numpy takes no negative seed
@@ -292,8 +293,7 @@ class EmbeddedEngine(RolloutEngine):
         lengths = self._length[rows].cpu().numpy()
         if not self._can_divide:
             return RowDivision([RowRange(rows, int(lengths.max()))])
-        launched = self._backend.supports(Capability.STREAMS).usable
-        return RowDivider(position_nbytes=self._cache.position_nbytes(), launched=launched).divide(lengths)
+        return self._divider.divide(lengths, position_nbytes=self._cache.position_nbytes())
 
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.

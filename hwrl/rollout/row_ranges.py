@@ -26,9 +26,7 @@ _WHOLE = "sdpa"
 """The attention in transformers that computes each range."""
 
 _MOVE = 4
-"""A moved row costs this many memory accesses per position: a read and a write for a copy, and the same back."""
-_STEPS = 4
-"""A move must pay within this number of steps, because rows end and others come."""
+"""A moved row costs as much as this many reads per position: a read and a write for a copy, and the same back."""
 _MOST = 4
 """The most ranges: each has fewer rows, and a device may not be full with few rows."""
 
@@ -63,61 +61,70 @@ class RowDivision:
 
 
 class RowDivider:
-    """Divides the rows of a step so that its attention reads few bytes.
+    """Divides the rows of each step so that its attention reads few bytes.
 
-    A position has ``position_nbytes`` of keys and values in a layer. ``launched`` is true if the host only launches
-    operations, and the device runs them later.
+    Rows move once the reads that their order has wasted are as many as those of the move. So no more than twice as many
+    are spent as by someone who knows how long the rows will run (the ski rental problem: Karlin, Manasse, Rudolph and
+    Sleator, Competitive Snoopy Caching, 1988).
+
+    ``launched`` is true if the host only launches operations, and the device runs them later.
     """
 
-    def __init__(self, *, position_nbytes: int, launched: bool) -> None:
-        self._position_nbytes = position_nbytes
+    def __init__(self, *, launched: bool) -> None:
         self._worth_nbytes = _WORTH_LAUNCHED_NBYTES if launched else _WORTH_NBYTES
+        self._wasted = 0  # reads of positions since the last move
 
-    def divide(self, lengths: npt.NDArray[np.int64]) -> RowDivision:
-        """Return the division for rows with these numbers of positions (at least one row).
+    def divide(self, lengths: npt.NDArray[np.int64], *, position_nbytes: int) -> RowDivision:
+        """Return the division of the next step, for rows with these numbers of positions (at least one row).
 
-        Rows move only if the reads that this saves in the next steps are more than those of the move.
+        A position has ``position_nbytes`` of keys and values in a layer.
         """
-        ordered = self._ranges(-np.sort(-lengths))
+        worth = -(-self._worth_nbytes // max(1, position_nbytes))
+        ordered = _divide(-np.sort(-lengths), worth=worth)
         range_of_place = np.repeat(np.arange(len(ordered)), [_count(one) for one in ordered])
         # Equal lengths are always in one range, so each row belongs to the last range that is long enough.
         range_of_row = np.searchsorted([-one.positions for one in ordered], -lengths, side="right") - 1
         misplaced = np.flatnonzero(range_of_place != range_of_row)
         if not len(misplaced):
+            self._wasted = 0
             return RowDivision(ordered)
-        present = self._ranges(np.maximum.accumulate(lengths[::-1])[::-1])  # the longest of each row and those after it
-        saved = _STEPS * (_positions(present) - _positions(ordered))
-        moved = _MOVE * len(misplaced) * int(lengths[misplaced].max())
-        if (saved - moved) * self._position_nbytes < self._worth_nbytes:
+        reach = np.maximum.accumulate(lengths[::-1])[::-1]  # the longest of each row and those after it
+        present = _divide(reach, worth=worth)
+        self._wasted += _reads(present) - _reads(ordered)
+        if self._wasted < worth + _MOVE * len(misplaced) * int(lengths[misplaced].max()):
             return RowDivision(present)
+        self._wasted = 0
         sources = misplaced[np.argsort(range_of_row[misplaced], kind="stable")]
         targets = misplaced[np.argsort(range_of_place[misplaced], kind="stable")]
         return RowDivision(ordered, sources.tolist(), targets.tolist())
 
-    def _ranges(self, falling: npt.NDArray[np.int64]) -> list[RowRange]:
-        """Divide rows of lengths that never rise. Each further range starts where it saves the most reads."""
-        starts = [0]
-        while len(starts) < _MOST:
-            splits = [self._best_split(falling, *bounds) for bounds in pairwise([*starts, len(falling)])]
-            saved, start = max(splits)
-            if saved * self._position_nbytes < self._worth_nbytes:
-                break
-            starts = sorted([*starts, start])
-        return [RowRange(slice(start, end), int(falling[start])) for start, end in pairwise([*starts, len(falling)])]
 
-    @staticmethod
-    def _best_split(falling: npt.NDArray[np.int64], start: int, end: int) -> tuple[int, int]:
-        """Return the positions that a new range within these rows saves at most, and its first row."""
-        saved = (falling[start] - falling[start:end]) * np.arange(end - start, 0, -1)
-        best = int(saved.argmax())
-        return int(saved[best]), start + best
+def _divide(falling: npt.NDArray[np.int64], *, worth: int) -> list[RowRange]:
+    """Divide rows of lengths that never rise.
+
+    Each further range starts where it saves the most reads, if these are at least ``worth``.
+    """
+    starts = [0]
+    while len(starts) < _MOST:
+        saved, start = max(_best_split(falling, *bounds) for bounds in pairwise([*starts, len(falling)]))
+        if saved < worth:
+            break
+        starts = sorted([*starts, start])
+    return [RowRange(slice(start, end), int(falling[start])) for start, end in pairwise([*starts, len(falling)])]
+
+
+def _best_split(falling: npt.NDArray[np.int64], start: int, end: int) -> tuple[int, int]:
+    """Return the most reads that a new range within these rows saves, and its first row."""
+    saved = (falling[start] - falling[start:end]) * np.arange(end - start, 0, -1)
+    best = int(saved.argmax())
+    return int(saved[best]), start + best
 
 
 def _count(one: RowRange) -> int:
     return int(one.rows.stop - one.rows.start)
 
 
-def _positions(ranges: Sequence[RowRange]) -> int:
+def _reads(ranges: Sequence[RowRange]) -> int:
     return sum(_count(one) * one.positions for one in ranges)
 
 

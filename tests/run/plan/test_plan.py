@@ -83,14 +83,18 @@ def test_a_critic_and_a_reference_are_counted(config_file: Path) -> None:
     assert plan.devices[0].nbytes - plain.devices[0].nbytes == pytest.approx(3 * critic, rel=0.01)
 
 
-def test_processes_on_one_device_share_its_memory_and_take_turns_if_they_sleep(config_file: Path) -> None:
+@pytest.mark.parametrize("lead", ["staleness_threshold=0", "lead_versions=0"])
+def test_processes_on_one_device_share_its_memory_and_take_turns_if_they_sleep(config_file: Path, lead: str) -> None:
     apart = make_plan(load_config(config_file), BIG)
     hardware = replace(BIG, devices=1)
     (together,) = make_plan(load_config(config_file), hardware).devices
     assert together.nbytes == sum(one.nbytes for one in apart.devices)
-    words = ["rollout.free_cache_engine=true", "async_training.staleness_threshold=0"]
+    words = ["rollout.free_cache_engine=true", f"async_training.{lead}"]
     (in_turns,) = make_plan(load_config(config_file, words), hardware).devices
     assert in_turns.nbytes < together.nbytes and in_turns.phases != ("step", "step")
+    words.append("async_training.trigger_parameter_sync_step=2")  # replicas work on the second step's prompts
+    (overlapping,) = make_plan(load_config(config_file, words), hardware).devices
+    assert overlapping.nbytes == together.nbytes
 
 
 @pytest.mark.parametrize(
