@@ -125,7 +125,7 @@ def test_in_a_real_run_the_lead_shrinks_replicas_sleep_and_every_prompt_is_train
     run = start(
         "async_training.adaptive=true",
         "async_training.staleness_threshold=4",
-        "algorithm.ppo_epochs=16",
+        "algorithm.ppo_epochs=40",  # so long that a busy machine does not make the trainer wait
         "rollout.replicas=2",
         "rollout.free_cache_engine=true",
         "eval.every_steps=0",

@@ -32,7 +32,7 @@ COMMAND = "import sys; from hwrl.cli import main; sys.exit(main())"
 RUFF = ["--isolated", "--line-length", "120", "--select", "E,F,W,B,UP,C4,SIM,RUF"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # once in a process: an imported package is in the way of a new one of its name
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the four packages."""
     folder = tmp_path_factory.mktemp("packages")
@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(written: Path) -> Path:
     """The interpreter of an environment over this one, with the packages installed by pip."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", written / "venv"], check=True)

@@ -7,6 +7,7 @@ knows their kind. Otherwise a placement group fixes the machine of each process,
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from hwrl.run.cluster.placement import (
     DeviceReport,
     DeviceReports,
     Machines,
+    PlacementPlan,
     ProcessDevices,
     Reservation,
     choose_senders,
@@ -37,6 +39,7 @@ from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 
 RESERVE_TIMEOUT_S = 60.0
+_RELEASE_S = 10.0
 _NODE_LABEL = "ray.io/node-id"
 """Ray's label with the id of a node."""
 
@@ -55,14 +58,12 @@ class RunDevices:
         resource, divided = devices.ray_resource or "CPU", has_devices(backend)
         if divided and devices.ray_resource is None and not is_local():
             raise _not_countable(backend.info.name)
-        nodes = [] if is_local() else free_nodes(resource)
+        nodes = list[ClusterNode]()
+        if is_local():
+            self.plan = plan_placement(config, backend, devices=local_devices(config), one_machine=True)
+        else:
+            nodes, self.plan = _plan_on_cluster(config, backend, resource)
         one_machine = is_local() or len(nodes) == 1
-        self.plan = plan_placement(
-            config,
-            backend,
-            devices=local_devices(config) if is_local() else sum(node.devices for node in nodes),
-            one_machine=one_machine,
-        )
         assignment = self.plan.assignment
         self.ranks = {f"trainer rank {rank}": reservation for rank, reservation in enumerate(assignment.ranks)}
         self.replicas = {f"replica-{index}": reservation for index, reservation in enumerate(assignment.replicas)}
@@ -272,6 +273,28 @@ class RunDevices:
             self._numbers = {device: device for device in range(assignment.devices)}
         elif divided and not ray_numbers:
             self._numbers = number_devices_by_machine(assignment.bundles, _machines(self._group))
+
+
+def _plan_on_cluster(config: Config, backend: Backend, resource: str) -> tuple[list[ClusterNode], PlacementPlan]:
+    """Return the nodes with free devices, and the plan on them.
+
+    While too few are free but the cluster has more, it waits for ``_RELEASE_S`` at most: Ray frees the devices of an
+    ended run a moment after its end. Raises ConfigError.
+    """
+    deadline_s = time.monotonic() + _RELEASE_S
+    while True:
+        nodes = free_nodes(resource)
+        free = sum(node.devices for node in nodes)
+        try:
+            return nodes, plan_placement(config, backend, devices=free, one_machine=len(nodes) == 1)
+        except ConfigError:
+            if free >= _all_devices(resource) or time.monotonic() > deadline_s:
+                raise
+        time.sleep(0.2)
+
+
+def _all_devices(resource: str) -> int:
+    return sum(int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
 
 
 def free_nodes(resource: str) -> list[ClusterNode]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -48,6 +49,26 @@ def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machine
         reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
     group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
     ray.util.remove_placement_group(group)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+def test_a_run_waits_for_the_devices_that_an_ended_one_gives_back(
+    two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
+    settings = {"train": {"ranks": 6}, "rollout": {"engine": "other"}, "reward": {"function": "m:f"}, "dir": "run"}
+    config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
+    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5)], "CPU")
+    while sum(node.devices for node in free_nodes("CPU")) != 2:  # Ray shows it a moment later
+        time.sleep(0.05)
+    end = threading.Timer(1.0, ray.util.remove_placement_group, [group])
+    end.start()
+    try:
+        devices = RunDevices(config, get_backend())
+    finally:
+        end.join()
+    assert len(devices.ranks) == 6
+    devices.close()
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
