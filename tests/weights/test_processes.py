@@ -189,7 +189,8 @@ def _sender_dies(rank: int, address: str) -> Any:
             received = receiver.receive(timeout_s=60.0)  # waits for the dead sender until it hears of the next
             assert _is_model(old, 7) and _is_model(received, 2)
             return receiver.version
-    assert not await_keys(store, ["has 7", "weights/policy/proposal/2", "weights/policy/ready/2/1"], timeout_s=30.0)
+    before = ["has 7", "weights/policy/proposal/2", "weights/policy/ready/2/1", "the sender is dead"]
+    assert not await_keys(store, before, timeout_s=30.0)
     with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=60.0) as sender:
         return sender.publish(2, _model(2)).receivers
 
@@ -197,9 +198,10 @@ def _sender_dies(rank: int, address: str) -> Any:
 def test_receivers_keep_the_old_version_when_the_sender_dies_and_follow_a_restarted_one_back() -> None:
     store = serve_store()
     with Processes(_sender_dies, 3, store_address(store)) as processes:
+        assert "exit code -9" in str(processes.wait(0).error)
+        store.set("the sender is dead", "")  # an earlier next sender would depose it instead
         assert processes.wait(1).value == 2, processes.wait(1).error
         assert processes.wait(2).value == 1, processes.wait(2).error
-        assert "exit code -9" in str(processes.wait(0).error)
 
 
 # -- the host transport when something breaks ----------------------------------------------------------------------
