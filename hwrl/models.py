@@ -113,6 +113,12 @@ def load_generation_config(directory: Path) -> Any:
         return GenerationConfig.from_model_config(config)
 
 
+def uses_attention_interface(model: Any) -> bool:
+    """Return whether the attention of ``model`` can be replaced: its code uses transformers' AttentionInterface."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    return bool(kinds) and bool(kinds[0]._can_set_attn_implementation())  # type: ignore[attr-defined] # transformers'
+
+
 def use_working_experts(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
     """Let ``model`` run its experts one after the other if ``device`` cannot multiply groups of rows in one operation.
 

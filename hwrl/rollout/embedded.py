@@ -27,7 +27,7 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, cache_argument, logits_at, use_working_experts
+from hwrl.models import build_model, cache_argument, logits_at, use_working_experts, uses_attention_interface
 from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
@@ -40,7 +40,7 @@ from hwrl.rollout.checks import (
     require_sleep,
     require_weights,
 )
-from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange, can_divide, divided, require_attention
+from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange, divided, require_attention
 from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
@@ -102,7 +102,7 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._cache_argument = cache_argument(self.model)
-        self._can_divide = can_divide(self.model)
+        self._can_divide = uses_attention_interface(self.model)
         self._divider = RowDivider(launched=self._backend.supports(Capability.STREAMS).usable)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens

@@ -142,18 +142,12 @@ def require_attention(model: Any) -> None:
         )
 
 
-def can_divide(model: Any) -> bool:
-    """Return whether :func:`divided` can divide the attention of ``model``: its code uses AttentionInterface."""
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
-    return bool(kinds) and bool(kinds[0]._can_set_attn_implementation())  # type: ignore[attr-defined] # transformers'
-
-
 @contextmanager
 def divided(model: Any, ranges: Sequence[RowRange]) -> Iterator[None]:
     """Divide the attention of ``model`` into ``ranges`` inside the block; one range changes nothing.
 
-    Only for a model that :func:`can_divide` accepts. Each call of the model must have one new token for each row. The
-    results are the same but for rounding.
+    Only for a model that :func:`~hwrl.models.uses_attention_interface` accepts. Each call of the model must have one
+    new token for each row. The results are the same but for rounding.
     """
     if len(ranges) == 1:
         yield

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch
-from hwrl.models import logits_at
+from hwrl.models import logits_at, uses_attention_interface
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.packing import MicroBatch, PackShare, make_pack, make_rows
 from hwrl.train.scoring import OutputScorer
@@ -257,8 +257,7 @@ def replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
 def _why_not_static(model: Any) -> str:
     """Return why the kind of ``model`` cannot be packed, or an empty text: reasons that short rows do not show."""
     config = model.config.get_text_config()
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
-    if not kinds or not kinds[0]._can_set_attn_implementation():  # type: ignore[attr-defined] # of transformers' models
+    if not uses_attention_interface(model):
         return "it does not use transformers' attention interface"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
