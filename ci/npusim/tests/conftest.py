@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 MEMORY = 1 << 28
 # Before torch is imported, as the simulator reads them once. A file of its own: no other job's memory counts here.
@@ -75,14 +79,14 @@ def python(tmp_path: Path) -> Iterator[Callable[..., Python]]:
 
 
 @contextmanager
-def held(stream: int) -> Iterator[None]:
-    """The stream (an aclrtStream) does nothing more until the end of the block: by a callback that waits."""
+def held(stream: "torch.npu.Stream") -> Iterator[None]:
+    """The stream does nothing until the end of the block, by a callback that waits; then all that it got is done."""
     gate = threading.Event()
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gate.wait() and None)
     acl = ctypes.CDLL(libascendcl())
-    assert acl.aclrtLaunchHostFunc(ctypes.c_void_p(stream), callback, None) == 0
+    assert acl.aclrtLaunchHostFunc(ctypes.c_void_p(stream.npu_stream), callback, None) == 0
     try:
         yield
     finally:
         gate.set()
-        acl.aclrtSynchronizeStream(ctypes.c_void_p(stream))
+        stream.synchronize()  # torch_npu's, not the runtime's: a thread of torch_npu may have work for it yet

@@ -26,7 +26,7 @@ def test_the_whole_chain() -> None:
 def test_a_stream_runs_beside_the_others(stream: torch.npu.Stream) -> None:
     source, target, done = torch.ones(4, device="npu"), torch.zeros(4, device="npu"), NPU.Event()
     NPU.synchronize()
-    with held(stream.npu_stream):
+    with held(stream):
         with NPU.stream(stream):
             target.copy_(source)
             done.record()
@@ -43,7 +43,7 @@ def test_only_a_wait_orders_two_streams(stream: torch.npu.Stream, waits: bool) -
     source, target = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
     reader, seen = NPU.Stream(), torch.zeros(4).pin_memory()
     NPU.synchronize()
-    with held(stream.npu_stream):
+    with held(stream):
         with NPU.stream(stream):
             target.copy_(source)
         if waits:
@@ -59,7 +59,7 @@ def test_only_a_wait_orders_two_streams(stream: torch.npu.Stream, waits: bool) -
 def test_a_wait_is_for_the_record_before_it(stream: torch.npu.Stream) -> None:
     """Whoever records the event anew elsewhere does not let those go that wait already."""
     reader, event = NPU.Stream(), NPU.Event()
-    with held(stream.npu_stream):
+    with held(stream):
         event.record(stream)
         reader.wait_event(event)
         event.record(NPU.current_stream())
@@ -72,7 +72,7 @@ def test_events_have_times(stream: torch.npu.Stream) -> None:
     before, after = NPU.Event(enable_timing=True), NPU.Event(enable_timing=True)
     before.record(stream)
     before.synchronize()
-    with held(stream.npu_stream):
+    with held(stream):
         after.record(stream)
         time.sleep(0.05)
     assert before.elapsed_time(after) >= 50
@@ -83,7 +83,7 @@ def test_a_copy_to_pinned_memory_does_not_wait(stream: torch.npu.Stream) -> None
     assert target.is_pinned()
     assert not torch.zeros(4).is_pinned()
     NPU.synchronize()
-    with held(stream.npu_stream):
+    with held(stream):
         with NPU.stream(stream):
             target.copy_(source, non_blocking=True)
         assert torch.equal(target, torch.zeros(4))
