@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+COPY_NBYTES = 64 << 20
+"""A copy of slots is made in parts of at most this size, or of one position of each slot."""
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by the type checker
@@ -34,21 +38,31 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, used_length: int) -> None:
         """Copy the first ``used_length`` positions of the slots ``sources`` over the slots ``targets``, all at once.
 
-        Both are int64. Needs memory for a copy of these keys, and then of these values, of one layer.
+        Both are int64. Needs memory for a part of :data:`COPY_NBYTES`.
         """
-        for layer in self.layers:
-            layer.keys[targets, :, :used_length] = layer.keys[sources, :, :used_length]
-            layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
+        for content, part in self._parts(len(sources), used_length):
+            content[targets, :, part] = content[sources, :, part]
 
     def spread(self, rows: slice, sources: torch.Tensor, used_length: int) -> None:
         """Copy slots within ``rows``: slot ``rows.start + i`` gets the content of ``rows.start + sources[i]``.
 
         ``sources`` (int64) has one element for each of the ``rows``. Only the first ``used_length`` positions are
-        copied.
+        copied. Needs memory for a part of :data:`COPY_NBYTES`.
+        """
+        for content, part in self._parts(len(sources), used_length):
+            own = content[rows, :, part]
+            own.copy_(own[sources])
+
+    def _parts(self, rows: int, used_length: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield the keys and the values of each layer with ranges of the first ``used_length`` positions.
+
+        ``rows`` slots of such a range have at most :data:`COPY_NBYTES`, or one position.
         """
         for layer in self.layers:
-            for content in (layer.keys[rows, :, :used_length], layer.values[rows, :, :used_length]):
-                content.copy_(content[sources])
+            for content in (layer.keys, layer.values):
+                step = max(1, COPY_NBYTES // max(1, rows * content[0, :, 0].nbytes))
+                for start in range(0, used_length, step):
+                    yield content, slice(start, min(start + step, used_length))
 
     def position_nbytes(self) -> int:
         """Return the bytes of one position of a slot in a layer; 0 before the first forward pass."""
