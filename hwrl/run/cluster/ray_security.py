@@ -23,7 +23,7 @@ _PREFIX = "hwrl-"
 _TOKEN = "token"
 _TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _SOCKET_PATH_NBYTES = 107
-_LONGEST_SOCKET = "/hwrl-0000/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_SOCKET = "/hwrl-00000000/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 @contextlib.contextmanager
@@ -117,14 +117,14 @@ def _base_directory() -> Path:
 def _own_directory(base: Path) -> Iterator[Path]:
     """Make a directory for this process, lock it during the block, and then delete it."""
     try:
-        own = _new_directory(base)
+        own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as exc:
         raise ConfigError(
             f"Ray cannot run in {base}",
             why=f"no directory can be created there: {exc}",
             fix="set RAY_TMPDIR to a writable directory",
         ) from exc
-    owner = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    owner = _open_directory(own)
     try:
         fcntl.flock(owner, fcntl.LOCK_EX)
         _delete_abandoned(base)
@@ -134,26 +134,31 @@ def _own_directory(base: Path) -> Iterator[Path]:
         os.close(owner)
 
 
-def _new_directory(base: Path) -> Path:
-    while True:
-        own = base / f"{_PREFIX}{secrets.token_hex(2)}"
-        with contextlib.suppress(FileExistsError):
-            own.mkdir(mode=0o700)
-            return own
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _delete_abandoned(base: Path) -> None:
     """Delete the directories that killed runs of this user have left. Nobody holds their locks."""
-    for abandoned in base.glob(f"{_PREFIX}[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"):
-        with contextlib.suppress(OSError):  # it belongs to another user, is in use, or was just deleted
-            if abandoned.is_symlink() or not (abandoned / _TOKEN).is_file():  # its run may be starting
-                continue
-            owner = os.open(abandoned, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    for path in base.glob(f"{_PREFIX}????????"):  # the length of mkdtemp's names
+        with contextlib.suppress(OSError):  # it is in use, or was just deleted
+            directory = _open_directory(path)
             try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(abandoned)
+                if _is_abandoned(directory):
+                    shutil.rmtree(path)
             finally:
-                os.close(owner)
+                os.close(directory)
+
+
+def _is_abandoned(directory: int) -> bool:
+    """Return whether the open ``directory`` is a run's of this user. Raises BlockingIOError if the run goes on.
+
+    Another user may put anything into a directory of this name, so nothing in it is read.
+    """
+    if os.fstat(directory).st_uid != os.geteuid():
+        return False
+    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return _TOKEN in os.listdir(directory)  # otherwise it is another program's, or its run starts
 
 
 @contextlib.contextmanager

@@ -103,6 +103,22 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
         pass
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_a_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("RAY_TMPDIR", str(base))
+    of_others = base / "hwrl-abcdefgh"
+    of_others.mkdir()
+    (of_others / "token").touch()
+    descend = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"  # Python's rmtree recurses
+    subprocess.run([sys.executable, "-c", descend], cwd=of_others, check=True, timeout=60)
+    os.chown(of_others, 65534, 65534)
+    with private_ray():
+        pass
+    assert list(base.iterdir()) == [of_others]
+    subprocess.run(["rm", "-r", str(base)], check=True)
+
+
 STRANGER = "import sys, hwrl.run.cluster.ray_security as p; print(p.admits_without_token(sys.argv[1]))"
 OPEN = """
 import ray
