@@ -29,20 +29,32 @@ class EvaluatedPrompt:
 class Evaluation:
     """The result of an evaluation, or of one replica's part of it.
 
-    ``version`` is the oldest version of any token. All tokens come from the same ``incarnation`` of the trainer.
+    ``oldest_version`` is the oldest version of any token, None without a token: generation failed for all prompts. All
+    tokens come from the same ``incarnation`` of the trainer. ``failure`` says why a prompt could not be scored; it is
+    empty if all were.
     """
 
-    version: int
+    oldest_version: int | None
     incarnation: int
     prompts: list[EvaluatedPrompt]
+    failure: str = ""
+
+    @property
+    def version(self) -> int:
+        """The oldest version of any token. Raises DataError without a token: no weights were evaluated."""
+        if self.oldest_version is None:
+            raise _nothing_generated(len(self.prompts), self.failure)
+        return self.oldest_version
 
     @classmethod
     def join(cls, parts: Sequence[Evaluation]) -> Evaluation:
         """Return the whole of several parts, with the oldest version and incarnation among them."""
+        versions = [part.oldest_version for part in parts if part.oldest_version is not None]
         return cls(
-            min(part.version for part in parts),
+            min(versions, default=None),
             min(part.incarnation for part in parts),
             [prompt for part in parts for prompt in part.prompts],
+            next((part.failure for part in parts if part.failure), ""),
         )
 
     def metrics(self, *, pass_reward: float = 1.0) -> dict[str, float]:
@@ -102,7 +114,7 @@ class Evaluator:
     close()    fail the present evaluation and all later requests
 
     A prompt's samples come in groups of at most ``group_size``. A prompt that cannot be scored is left out if ``skips``
-    is true; else the evaluation has failed.
+    is true, even if none is left; else the evaluation has failed.
     """
 
     def __init__(self, rewards: Scorer, *, samples: int = 1, group_size: int = 1, skips: bool = False) -> None:
@@ -190,14 +202,15 @@ class Evaluator:
         groups = current.groups or []
         unjudged = {index for index, _ in failed}
         versions = [version for _, group in groups if (version := _oldest_version(group)) is not None]
-        if failed and not (self._skips and versions):
+        if failed and not self._skips:
             return _error_of(failed[0][1], failed=len(unjudged), count=len(current.prompts))
         metrics: list[list[dict[str, float]]] = [[] for _ in current.prompts]
         for index, group in groups:
             if index not in unjudged:
                 metrics[index] += _sample_metrics(group)
         prompts = [EvaluatedPrompt(prompt.source, rows) for prompt, rows in zip(current.prompts, metrics, strict=True)]
-        return Evaluation(min(versions), incarnation, prompts)
+        failure = str(failed[0][1].result().failure) if failed else ""
+        return Evaluation(min(versions, default=None), incarnation, prompts, failure)
 
     def close(self) -> None:
         """Fail the present evaluation and all later requests with an EngineError."""
@@ -226,6 +239,14 @@ def _error_of(group: PendingGroup, *, failed: int, count: int) -> DataError:
         why=str(group.result().failure),
         fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors; with "
         "rollout.on_failure=skip the evaluation goes on without them",
+    )
+
+
+def _nothing_generated(count: int, failure: str) -> DataError:
+    return DataError(
+        f"no response to any of {count} evaluation prompts could be generated",
+        why=failure,
+        fix="fix the cause, in the workflow for example; rollout.on_failure=skip goes on without single prompts only",
     )
 
 

@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces import Sampling
-from hwrl.rollout import EvaluatedPrompt, Evaluation, Evaluator
+from hwrl.interfaces import Sampling, Trajectory
+from hwrl.rollout import (
+    EvaluatedPrompt,
+    Evaluation,
+    Evaluator,
+    PolicyClient,
+    Prompt,
+    WorkflowGenerator,
+    WorkflowSettings,
+)
 from hwrl.rollout.evaluator import pass_at_k
-from hwrl.rollout.generation import GroupGenerator, PendingGroup
+from hwrl.rollout.generation import GroupGenerator, NoRewards, PendingGroup
 from tests.support.scripted_rollout import CountingEngine, InlineScorer, Lengths
 
 PROMPTS = [Lengths()[0], Lengths()[2]]
@@ -195,3 +203,45 @@ def test_an_evaluator_that_skips_leaves_out_what_cannot_be_scored() -> None:
     while again := examination.evaluator.collect(incarnation=0):
         examination.wait(again)
     assert answer.result(timeout=0).metrics() == {"sums/reward": 1.0, "sums/unjudged": 1.0}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_prompts_that_all_fail_in_generation_are_left_out_with_any_number_of_replicas(replicas: int) -> None:
+    prompts = [Lengths()[index] for index in range(4)]
+    whole = Evaluation.join([evaluate_even(prompts[part::replicas], version=7 + part) for part in range(replicas)])
+    assert (whole.version, whole.metrics()) == (7, {"reward": 0.5, "unjudged": 2.0})
+
+
+def test_an_evaluation_that_skips_needs_one_response_for_its_version() -> None:
+    part = evaluate_even([Lengths()[1]], version=3)
+    assert part.metrics() == {"unjudged": 1.0}
+    with pytest.raises(DataError, match=r"no response to any of 2 evaluation prompts(.|\n)*1 is odd"):
+        _ = Evaluation.join([part, part]).version
+
+
+def evaluate_even(prompts: list[Prompt], *, version: int) -> Evaluation:
+    """Evaluate ``prompts`` with a workflow that fails for odd ones; the others have half a reward."""
+
+    async def evens_only(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        if prompt.answer % 2:
+            raise ValueError(f"{prompt.answer} is odd")
+        conversation = client.begin(prompt.token_ids)
+        await conversation.generate()
+        return conversation.finish(reward=0.5)
+
+    engine = CountingEngine()
+    engine.version = version
+    settings = WorkflowSettings(group_size=1, max_samples=8, max_length=12, vocabulary=100, timeout_s=60.0)
+    generator = WorkflowGenerator(engine, evens_only, tokenizer=None, settings=settings)
+    evaluator = Evaluator(NoRewards(), skips=True)
+    answer = evaluator.request(prompts)
+    evaluator.start(lambda prompt, size: generator.start(prompt, Sampling(10), size=size))
+    try:
+        while generator.pending():
+            for group in generator.step():
+                group.score(NoRewards())
+    finally:
+        generator.close()
+    while evaluator.collect(incarnation=0):
+        pass
+    return answer.result(timeout=0)
