@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
 from hwrl.errors import DataError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.interfaces import RunStatus
+from hwrl.interfaces import PromptGroup, RunStatus
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.run.fleet.fleet import Fleet
@@ -76,7 +76,9 @@ class Pipeline:
       that ended the run.
 
     A changed input, bad data and an unusable run directory also end the run, but only after a checkpoint of the
-    finished steps. Any other HwrlError ends it at once, and the steps since the last checkpoint are lost.
+    finished steps. During a training step there is no such checkpoint: the ledger counts the step's prompts as trained,
+    and the weights may be half updated. Then, and after any other HwrlError, the steps since the last checkpoint are
+    lost.
     """
 
     def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
@@ -87,6 +89,7 @@ class Pipeline:
         self._evaluation: ShardedEvaluation | None = None
         self._evaluated: tuple[int, int] | None = None  # incarnation and version of the newest finished evaluation
         self._saved_step = self._first_step = 0
+        self._batch_is_open = False  # whether the ledger may count a batch as trained that the trainer has not finished
         self._started_s = 0.0
         self._has_begun = False
         self.step = 0
@@ -163,6 +166,7 @@ class Pipeline:
         self._first_step = self.step + 1
         ledger = EMPTY_LEDGER if restored is None else restored.ledger
         self._fleet.ledger.load_state_dict(ledger, self._fleet.trainers.incarnation)
+        self._batch_is_open = False
         if resume:
             self._log_restored(restored)
         if self._opened_report is not None:
@@ -228,19 +232,14 @@ class Pipeline:
         Return without a step if a signal is pending, or a replacement replica has found a changed input, before the
         batch has arrived.
         """
-        version = self._version
-        groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
-        requested_s = time.perf_counter()
-        if not self._wait_for_batch(answer):
-            self._fleet.ledger.abandon_take()
-        info = self._fleet.ledger.value_of(answer)
-        # None means that we abandoned the request. If the ledger gave a batch before that, it counts the batch as
-        # trained. So we must train on it.
+        version, requested_s = self._version, time.perf_counter()
+        groups, info = self._take_batch(version)
         if info is None:
             return
         began_unix_s, waited_s = time.time(), time.perf_counter() - requested_s
         outcome = self._fleet.trainers.step(groups)
         self.step += 1
+        self._batch_is_open = False
         line = self._record_step(outcome, info, waited_s=waited_s)
         self._trace_step(outcome, info, version=version, began_unix_s=began_unix_s)
         profiled = self._config.train.profile_steps
@@ -252,6 +251,21 @@ class Pipeline:
         if _is_due(self.step, self._config.checkpoint.save_every_steps):
             self._save()
         self._view.show(line)
+
+    def _take_batch(self, version: int) -> tuple[Answer[list[PromptGroup]], BatchInfo | None]:
+        """Wait for the batch of the next step; return it with its description, None if the run must end first."""
+        groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
+        self._batch_is_open = True  # the ledger may give it at any time
+        if not self._wait_for_batch(answer):
+            self._fleet.ledger.abandon_take()
+        # None means that we abandoned the request. If the ledger gave a batch before that, it counts the batch as
+        # trained. So we must train on it. If the ledger raises an error, it has given no batch.
+        info = None
+        try:
+            info = self._fleet.ledger.value_of(answer)
+        finally:
+            self._batch_is_open = info is not None
+        return groups, info
 
     def _wait_for_batch(self, answer: Answer[BatchInfo | None]) -> bool:
         """Wait for the batch, and send weights to new receivers meanwhile. Return False if the run must end first."""
@@ -323,10 +337,15 @@ class Pipeline:
     def _save_before(self, error: HwrlError) -> None:
         """Save a checkpoint of the finished steps before ``error`` ends the run; note the outcome on ``error``.
 
-        The caller must make sure that the trainers are idle. Writes nothing to the report, because ``error`` may come
-        from it.
+        Saves nothing while a batch is open: a resumed run would never train on it. Writes nothing to the report,
+        because ``error`` may come from it.
         """
         if self._saved_step == self.step:
+            return
+        if self._batch_is_open:
+            error.add_note(
+                "then no checkpoint was saved, because a step was under way; resume=true continues from the last one"
+            )
             return
         try:
             self._fleet.trainers.save(self._fleet.ledger.state_dict())
