@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from hwrl.errors import DataError, EngineError
+from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout.number_set import NumberSet
 
@@ -400,6 +400,7 @@ class PromptLedger:
         """
         return {
             "version": self.version,
+            "groups_per_version": self._groups_per_version,
             "trained": self._trained,
             "next": self._next,
             "owed": sorted(self._owed()),
@@ -414,8 +415,10 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
         """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over.
 
-        The state of an earlier hwrl lacks the keys for filtered and failed prompts; it had none.
+        Raises ConfigError, and changes nothing, if the state has another ``groups_per_version``. The state of an
+        earlier hwrl lacks this key. It may also lack those for filtered and failed prompts; it had none.
         """
+        self._check_groups_per_version(state)
         self.version, self.incarnation = int(state["version"]), incarnation
         self._open = False
         self._trained = int(state["trained"])
@@ -431,6 +434,16 @@ class PromptLedger:
         untrained = state.get("untrained", {"filtered": [], "failed": []})
         self._untrained = UntrainedPrompts(from_ranges(untrained["filtered"]), dict(untrained["failed"]))
         self._filtered_in_a_row = self._skipped_in_a_row = 0
+
+    def _check_groups_per_version(self, state: Mapping[str, Any]) -> None:
+        before = int(state.get("groups_per_version", self._groups_per_version))
+        if before != self._groups_per_version:
+            raise ConfigError(
+                f"cannot resume with {self._groups_per_version} prompts for each weight version",
+                why=f"the ledger of the checkpoint has {before}, and its versions and trained prompts were counted so",
+                fix="resume with the old values of train.batch_groups and async_training.trigger_parameter_sync_step, "
+                "or start a new run",
+            )
 
     def _pop_number(self) -> int:
         if self._returned:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwrl.errors import DataError, EngineError
+from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.rollout import PromptLease, PromptLedger
 from hwrl.rollout.ledger import UntrainedPrompts, has_variance
 from tests.support.finished_groups import finished
@@ -231,6 +231,16 @@ def test_the_account_survives_a_checkpoint_as_json_and_an_earlier_one_has_nothin
     assert resumed.state_dict() == state | {"untrained": {"filtered": [], "failed": []}}
     resumed.load_state_dict({"version": 1, "trained": 8, "next": 9, "owed": [8]}, incarnation=2)
     assert resumed.state_of(0) == "trained" and resumed.counts().filtered == 0
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_a_ledger_with_other_versions_refuses_a_checkpoint_and_stays_as_it_was(batch: int) -> None:
+    state = ledger_of(batch=8).state_dict()
+    other = ledger_of(batch=batch)
+    leases = other.lease(batch, replica="a", now_s=0)
+    with pytest.raises(ConfigError, match=rf"cannot resume with {batch} prompts for each weight version(.|\n)*has 8"):
+        other.load_state_dict(state, incarnation=1)
+    assert other.incarnation == 0 and other.complete(finished(leases[0]))
 
 
 def test_progress_keeps_a_lease_and_silence_ends_it() -> None:
