@@ -289,7 +289,7 @@ class Pipeline:
             samples=outcome.samples,
         )
         if self._throttle is not None and self._throttle.observe(line, replicas=self._fleet.replicas.running):
-            self._fleet.set_throttle(self._throttle.state)
+            self._fleet.replicas.set_throttle(self._throttle.state)
         if self.step == self._first_step:
             sets = [data_set.name for data_set in self._config.data.eval_sets]
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):

@@ -29,7 +29,6 @@ from hwrl.run.processes.answers import Answer, raise_hwrl_error
 from hwrl.run.report import EventLog
 from hwrl.run.run_directory import record_replicas
 from hwrl.run.scaling import ScaleRequest, ScaleRequests
-from hwrl.run.throttle import ThrottleState
 from hwrl.weights import POLICY, POLICY_BASE, withdraw
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -129,14 +128,6 @@ class Fleet:
         """Send the current weights if a replica has joined since the last transfer. The trainers must be idle."""
         if self.trainers.new_receivers():
             self.trainers.send_weights()
-
-    def set_throttle(self, state: ThrottleState) -> None:
-        """Limit the lead of the replicas, and lease no prompts to the ``state.asleep`` newest ones.
-
-        At least one replica stays awake.
-        """
-        running = self.replicas.running_ids()
-        self.ledger.set_throttle(state.lead_groups, running[max(1, len(running) - state.asleep) :])
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 

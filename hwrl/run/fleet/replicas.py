@@ -23,6 +23,7 @@ from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
 from hwrl.run.processes.answers import DEATH_ERRORS, Answer, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
+from hwrl.run.throttle import ThrottleState
 
 _TRANSFERS_IN_A_TURN = 4
 """The maximum number of weight transfers in one turn of a rollouter's loop."""
@@ -73,6 +74,7 @@ class Replicas:
         self._replicas: dict[str, _Replica] = {}
         self._starting: dict[Answer[DeviceReport | None], str] = {}
         self._starts = 0
+        self._throttle: ThrottleState | None = None
         self._evaluation: ShardedEvaluation | None = None
         self._changed_input: InputChangedError | None = None
 
@@ -130,6 +132,7 @@ class Replicas:
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
+        self._apply_throttle()
         if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
             self._log_scale(f"rollout {name} joined after {took_s:.1f} s; {len(self._running())} replicas run now")
@@ -210,7 +213,9 @@ class Replicas:
         self._monitor.forget(name)
         replica.handle.kill()
         self._withdraw(name)
-        return self._ledger.forget(replica.replica_id)
+        forgotten = self._ledger.forget(replica.replica_id)
+        self._apply_throttle()
+        return forgotten
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -264,6 +269,7 @@ class Replicas:
         if self._is_running(name):
             replica = self._replicas[name] = dataclasses.replace(self._replicas[name], is_leaving=True)
             replica.handle.leave()
+            self._apply_throttle()
             return
         if name in self._replicas:
             self._remove(name)
@@ -271,6 +277,23 @@ class Replicas:
 
     def _is_running(self, name: str) -> bool:
         return name in self._replicas and self._replicas[name].run is not None
+
+    # -- sleeping replicas -----------------------------------------------------------------------------------------
+
+    def set_throttle(self, state: ThrottleState) -> None:
+        """Limit the lead of the replicas, and lease no prompts to the ``state.asleep`` newest ones.
+
+        At least one running replica stays awake, also when others end, join or leave later.
+        """
+        self._throttle = state
+        self._apply_throttle()
+
+    def _apply_throttle(self) -> None:
+        """Tell the ledger which of the running replicas sleep. Call it whenever :meth:`running_ids` has changed."""
+        if self._throttle is None:
+            return
+        running = self.running_ids()
+        self._ledger.set_throttle(self._throttle.lead_groups, running[max(1, len(running) - self._throttle.asleep) :])
 
     # -- replicas without progress ---------------------------------------------------------------------------------
 
@@ -344,8 +367,15 @@ class Replicas:
         return len(self.running_ids())
 
     def running_ids(self) -> list[str]:
-        """Return the ids of the running replicas that are not leaving. The last ones are those that joined last."""
-        return [self._replicas[name].replica_id for name in self._wanted if self._is_running(name)]
+        """Return the ids of the running replicas that are not leaving, in the order of their starts.
+
+        A replacement is one of the last, so that it sleeps rather than a replica that has weights already.
+        """
+        return [
+            replica.replica_id
+            for name, replica in self._replicas.items()
+            if name in self._wanted and replica.run is not None
+        ]
 
     def begin_stop(self) -> list[Answer[None]]:
         """Tell all replicas to stop; return the answers to wait for."""
