@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ class Sampling:
     order; each sees the renormalised result of the one before. ``min_p`` (0 to 1) drops tokens below this share of the
     largest probability. ``top_k`` keeps the ``top_k`` most probable tokens, and ties with the last of them; -1 keeps
     all. ``top_p`` (above 0, to 1) keeps the smallest set of most probable tokens with at least this total probability.
-    A token's log-probability is the one in the filtered distribution. ``temperature`` 0 is greedy, without filters; its
-    log-probabilities are those of temperature 1.
+    A token's log-probability is the one in the filtered distribution. ``temperature`` is from 0.01 to 100; 0 is greedy,
+    without filters, and its log-probabilities are those of temperature 1.
 
     The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it. The
     response ends with the first token to complete a stop text; special tokens count with their text. ``seed`` (0 to
@@ -47,16 +46,18 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 is greedy")
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:  # NaN, too
+            raise ValueError(f"temperature={self.temperature} must be from 0.01 to 100, or 0, which is greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k={self.top_k} must be a number of tokens, or -1 for all")
+        if not 1 <= self.top_k < 1 << 31 and self.top_k != -1:
+            raise ValueError(f"top_k={self.top_k} must be a number of tokens below 2**31, or -1 for all")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 keeps all tokens")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop={self.stop!r} must be a tuple of texts, none of them empty")
+        if not all(0 <= token < 1 << 31 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids} must be numbers from 0 to 2**31 - 1")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed} must be from 0 to 2**63 - 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -43,7 +44,8 @@ class ChatTokens:
     def prompt(self, messages: Conversation, *, tools: Tools = (), options: Mapping[str, Any] | None = None) -> Ints:
         """Return the tokens of ``messages`` and of the start of the policy's answer (int32).
 
-        ``options`` are added to the run's. Raises DataError if the template refuses the messages.
+        ``options`` are added to the run's. Raises DataError if the template refuses the messages, or for an option that
+        is an argument of the tokenizer's ``apply_chat_template``, such as another template.
         """
         return self.encode(self._render(messages, tools, options, answer_follows=True))
 
@@ -106,6 +108,16 @@ class ChatTokens:
         )
         return str(text)
 
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise DataError for an option that is no variable of the template but changes how it is applied."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        if reserved := sorted(own & options.keys()):
+            raise DataError(
+                f"the option {reserved[0]!r} of the chat template cannot be set",
+                why="hwrl sets it, or the run's template would be another",
+                fix="leave it out",
+            )
+
     def _tail(self, messages: Conversation, at: int, tools: Tools, options: Mapping[str, Any] | None) -> Ints:
         """Return the template's tokens after the policy's text in ``messages[at]``, the end of its turn included.
 
@@ -154,6 +166,7 @@ class ChatTokens:
         *,
         answer_follows: bool = True,
     ) -> str:
+        self._check_options(options or {})
         try:
             text = self.tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -170,7 +171,11 @@ def test_stop_texts_without_a_tokenizer_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"min_p": -0.1}, {"stop": "text"}, {"stop": ("",)}, {"seed": -1}],
+    [
+        *({"temperature": 1e-46}, {"temperature": 1e-3}, {"temperature": math.nan}, {"temperature": 101.0}),
+        *({"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"top_k": 1 << 31}, {"min_p": -0.1}),
+        *({"stop": "text"}, {"stop": ("",)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": (1 << 31,)}, {"seed": -1}),
+    ],
     ids=str,
 )
 def test_a_setting_out_of_its_range_is_refused(wrong: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,18 @@ def test_a_trajectory_that_cannot_be_trained_has_failed(
     group = start(generator)
     step_to_the_end(generator)
     assert told in str(group.result().failure)
+
+
+def test_a_log_probability_that_is_no_number_is_a_failed_run(make: Make) -> None:
+    async def damages_it(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        said = Segment.of_response(await client.generate(prompt.token_ids), reward=1.0)
+        damaged = replace(said, logprobs=np.full(len(said.token_ids), np.nan, dtype=np.float32))
+        return Trajectory((Segment(prompt.token_ids), damaged))
+
+    generator = make(damages_it, attempts=1)
+    group = start(generator)
+    step_to_the_end(generator)
+    assert "log-probability" in str(group.result().failure)
 
 
 @pytest.mark.parametrize(

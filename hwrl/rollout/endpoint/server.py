@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.rollout.chat import ChatTokens
@@ -26,6 +27,8 @@ from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
 
 _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
+_HEADER_S = 20.0
+"""A connection is closed if the header of a request is not complete after this time."""
 _ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 """Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
 
@@ -70,7 +73,7 @@ class EndpointServer:
         server = _QuietServer(
             uvicorn.Config(
                 self._app(),
-                http="h11",
+                http=_ImpatientProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -91,7 +94,7 @@ class EndpointServer:
             self._socket.close()
 
     def _app(self) -> Starlette:
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -105,6 +108,8 @@ class EndpointServer:
                 Exception: _report_unexpected,
             },
         )
+        app.router.redirect_slashes = False  # a redirect would tell a stranger which paths there are
+        return app
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -156,6 +161,35 @@ class _QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture no signals."""
         yield
+
+
+class _ImpatientProtocol(H11Protocol):
+    """HTTP as uvicorn speaks it, with a time limit for the client's part between two requests.
+
+    uvicorn waits for ever for the first byte, for the rest of a header, and for the rest of a body that nobody reads.
+    So a stranger could hold connections until the process has no more descriptors.
+    """
+
+    _due_s: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+        """Begin to wait for a header."""
+        super().connection_made(transport)
+        self._limit_wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Read ``data``. Without a complete header, the time limit of this request remains."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._limit_wait()
+        else:
+            self._due_s = None
+
+    def _limit_wait(self) -> None:
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            self._due_s = self._due_s or self.loop.time() + _HEADER_S
+            self.timeout_keep_alive_task = self.loop.call_at(self._due_s, self.timeout_keep_alive_handler)
 
 
 async def _answer(

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import urllib.parse
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import Response, Sampling
 from hwrl.rollout import Endpoint
+from hwrl.rollout.endpoint import server as server_module
 from hwrl.rollout.endpoint.conversations import Conversations, Turn
 from hwrl.rollout.endpoint.requests import ChatRequest
 from hwrl.rollout.endpoint.server import EndpointServer
@@ -252,6 +254,9 @@ async def test_sampling_is_the_runs_with_the_requests_parameters(endpoint: Endpo
         ({"n": 0}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 0}, "temperature"),
+        ({"temperature": 1e-46}, "temperature"),
+        ({"top_k": 1 << 70}, "top_k"),
+        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
         ({"top_p": 2}, "top_p"),
         ({"anything": 1}, "anything"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
@@ -289,6 +294,15 @@ async def test_bad_messages_are_refused_with_their_number(endpoint: Endpoint, po
     answer = await ask(endpoint, "embeddings", {})
     assert answer.status == 404 and "chat/completions" in answer.body["error"]["message"]
     assert (await ask(endpoint, "chat/completions")).status == 405
+
+
+@with_policy("Two.")
+async def test_a_template_of_the_agents_own_is_refused(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    """It would run in the thread of all workflows of the replica, for as long as it likes."""
+    for name, value in [("chat_template", "{{ messages }}"), ("tokenize", True), ("add_generation_prompt", False)]:
+        answer = await chat(endpoint, [USER], chat_template_kwargs={name: value})
+        assert answer.status == 400 and f"{name!r} of the chat template" in answer.body["error"]["message"]
+    assert not policy.asked
 
 
 @with_policy("Two.", max_length=20)
@@ -334,6 +348,32 @@ def test_the_token_dies_with_the_run_and_never_reaches_a_log(caplog: pytest.LogC
         return endpoint.api_key
 
     assert asyncio.run(run()) not in caplog.text
+
+
+@with_policy("Two.", "Two.")
+async def test_a_connection_without_a_request_is_closed(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    """Before a request, within its header, after it, and within a body that nobody reads; not during an answer."""
+    url = urllib.parse.urlsplit(endpoint.base_url)
+    assert url.hostname and url.port
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+    body = json.dumps({"model": "policy", "messages": [USER]}).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "_HEADER_S", 0.3)
+        opened = [await asyncio.open_connection(url.hostname, url.port) for _ in range(4)]
+        opened[1][1].write(head)
+        opened[2][1].write(head + b"1000000\r\n\r\n")
+        policy.gate.clear()
+        key = f"\r\nAuthorization: Bearer {endpoint.api_key}\r\n\r\n".encode()
+        opened[3][1].write(head + str(len(body)).encode() + key + body)
+        assert (await opened[2][0].read(12)).endswith(b" 401")
+        opened[2][1].write(b"x")
+        for reader, _ in opened[:3]:
+            await reader.read()  # until it is closed
+        policy.gate.set()
+        assert (await opened[3][0].read(12)).endswith(b" 200")
+        await opened[3][0].readuntil(b"Two.")
+    for _, writer in opened:
+        writer.close()
 
 
 def test_a_request_whose_body_arrives_after_the_run_is_not_answered() -> None:
