@@ -199,6 +199,9 @@ class Pipeline:
         if self._interrupts.pending:
             raise KeyboardInterrupt from cause
         self._interrupts.defer_message = None
+        # This ends all leases and admits no prompts until the checkpoint's state is loaded. Replicas without weights
+        # make no progress meanwhile, and must not count as stuck.
+        self._fleet.ledger.load_state_dict(EMPTY_LEDGER, self._fleet.trainers.incarnation + 1)
         while True:
             try:
                 self._fleet.trainers.restart(cause)

@@ -127,6 +127,39 @@ def test_after_an_error_in_a_step_a_resumed_run_trains_on_the_steps_prompts(tmp_
     assert "then no checkpoint was saved, because a step was under way" in with_notes(raised.value)
 
 
+class TrainerRestartsSlowly(FleetWithLedger):
+    """The trainer dies in the first step, and its restart takes a day. A replica then has two unfinished prompts."""
+
+    restarts = 0
+
+    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+        if self.restarts:
+            return super().request_batch(count, version)
+        self._prompts.advance(version)
+        first, second, *_ = self._prompts.lease(4, replica="replica-0#0", now_s=0.0)
+        for lease in (first, second):
+            self._prompts.complete(finished(lease))
+        self._taken = [group.sequence_number for group in self._prompts.take(count) or []]
+        return [], "info"
+
+    def step(self, groups: list[Any]) -> StepOutcome:
+        if not self.restarts:
+            raise TrainerDiedError("killed")
+        return super().step(groups)
+
+    def restart(self, cause: Exception) -> None:
+        self.restarts += 1
+        self.overdue = self._prompts.expire(86_400.0)
+        self.leased = self._prompts.lease(4, replica="replica-0#0", now_s=0.0)
+
+
+def test_a_replica_is_not_overdue_while_the_trainer_restarts(tmp_path: Path) -> None:
+    fleet = TrainerRestartsSlowly(tmp_path)
+    train(tmp_path, fleet, Interrupts(), train={"steps": 2, "batch_groups": 2})
+    assert (fleet.restarts, fleet.overdue, fleet.leased) == (1, [], [])
+    assert sorted(trained_prompts(tmp_path)) == [0, 1, 2, 3]
+
+
 class LedgerEndsTheRun(FleetWithLedger):
     """After the first step the ledger has an error instead of a batch."""
 
