@@ -13,6 +13,7 @@ from hwrl.checkpoint import DirectoryLock, DurableFS, find_checkpoints, read_ext
 from hwrl.errors import CheckpointCorruptError, ConfigError, RunDirectoryError
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS
+from hwrl.run.scaling import find_mail
 
 _FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL_DIRECTORY)
 
@@ -42,7 +43,7 @@ def claimed_directory(config: Config) -> Iterator[None]:
 
     Raises ConfigError if the directory holds another run or cannot be used. Raises CheckpointError, with the owner's
     name, if a run in another process uses it. If the claim fails, the files in the directory stay as they were. An
-    error in the block changes nothing back.
+    error in the block changes nothing back. Removes requests of ``hwrl scale`` to an earlier run.
     """
     with ExitStack() as stack:
         _claim(config, stack)
@@ -52,6 +53,7 @@ def claimed_directory(config: Config) -> Iterator[None]:
 def _claim(config: Config, stack: ExitStack) -> None:
     try:
         config.dir.mkdir(parents=True, exist_ok=True)
+        mail_of_earlier_runs = find_mail(config.dir)
         stack.callback(DirectoryLock(config.dir).close)
         _write_config(config)
     except OSError as exc:
@@ -60,6 +62,9 @@ def _claim(config: Config, stack: ExitStack) -> None:
             why=str(exc),
             fix="choose a writable directory with dir=…",
         ) from exc
+    for path in mail_of_earlier_runs:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _write_config(config: Config) -> None:

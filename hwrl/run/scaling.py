@@ -26,6 +26,14 @@ _MOST_NBYTES = 1 << 16
 _LOOK_S = 0.1
 
 
+def find_mail(directory: Path) -> list[Path]:
+    """Return the requests and answers in ``directory``.
+
+    A run removes those that it finds before it locks the directory. Later ones are for itself, even during its start.
+    """
+    return [path for name in (_REQUEST, _ANSWER) if os.path.lexists(path := directory / name)]
+
+
 @dataclass(frozen=True)
 class ScaleRequest:
     """A request to run the number ``replicas`` of replicas."""
@@ -35,13 +43,10 @@ class ScaleRequest:
 
 
 class ScaleRequests:
-    """The run's end of the mailbox in ``directory``. The constructor removes files that an earlier run has left."""
+    """The run's end of the mailbox in ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        for name in (_REQUEST, _ANSWER):
-            with suppress(OSError):
-                (directory / name).unlink()
 
     def poll(self) -> ScaleRequest | None:
         """Return the pending request, or None, and remove its file, even if it is not valid. Does not block."""
