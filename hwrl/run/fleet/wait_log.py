@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 FIRST_S = 10.0
-"""A wait or a silence is logged after this time, and again whenever it has lasted twice as long."""
+"""A wait or a silence is logged after this time, and again whenever it has lasted twice as long, or ``_LONGEST_S``."""
+_LONGEST_S = 55.0
+"""The longest time without a line in a wait. A run promises 60 s, and the log is updated about every second."""
 _USUAL_FACTOR = 2.0
 """A wait is logged only when it exceeds the longest earlier wait for the same subject by this factor."""
 
@@ -33,10 +35,10 @@ class WaitLog:
     def waiting_for(self, subject: str) -> Iterator[None]:
         """Log that the run is waiting for ``subject`` if the block takes longer than usual.
 
-        The limit is ``FIRST_S``, or twice the longest earlier wait for ``subject`` if that is more.
+        The limit is ``FIRST_S``, or twice the longest earlier wait for ``subject`` if that is more. It is at most 55 s.
         """
         usual_s = _USUAL_FACTOR * self._longest_s.get(subject, 0.0)
-        wait = _Wait(subject, self._clock(), max(FIRST_S, usual_s))
+        wait = _Wait(subject, self._clock(), min(max(FIRST_S, usual_s), _LONGEST_S))
         self._waits.append(wait)
         try:
             yield
@@ -60,7 +62,7 @@ class WaitLog:
         wait = self._waits[-1]
         waited_s = self._clock() - wait.began_s
         if waited_s >= wait.log_after_s:
-            wait.log_after_s = 2 * waited_s
+            wait.log_after_s = _after(waited_s)
             self._log(f"waiting for {wait.subject} for {waited_s:.0f} s")
 
     def _log_silence(self, silent: Mapping[str, float], limit_s: float) -> None:
@@ -69,6 +71,11 @@ class WaitLog:
             if silent_s < logged_s:
                 self._log(f"{process} answers again, after more than {logged_s:.0f} s")
                 del self._logged_silence_s[process]
-            elif silent_s >= max(min(FIRST_S, limit_s / 2), 2 * logged_s):
+            elif silent_s >= max(min(FIRST_S, limit_s / 2), _after(logged_s)):
                 self._logged_silence_s[process] = silent_s
                 self._log(f"waiting for {process}: no answer for {silent_s:.0f} s (limit {limit_s:g} s)")
+
+
+def _after(logged_s: float) -> float:
+    """Return when a wait is logged again that was logged after ``logged_s`` seconds."""
+    return min(2 * logged_s, logged_s + _LONGEST_S)

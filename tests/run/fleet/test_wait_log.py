@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -35,7 +36,7 @@ def log_with(clock: Clock) -> tuple[WaitLog, list[str], Callable[..., None]]:
     return log, logged, at
 
 
-def test_a_long_wait_is_logged_after_ten_seconds_and_each_time_it_has_doubled(clock: Clock) -> None:
+def test_a_long_wait_is_logged_after_ten_seconds_and_when_it_has_doubled(clock: Clock) -> None:
     log, logged, at = log_with(clock)
     with log.waiting_for("a batch"), log.waiting_for("the trainer to send weights"):
         for now_s in (1, 9, 10, 11, 19, 20, 39, 41):
@@ -55,6 +56,28 @@ def test_a_wait_as_long_as_usual_is_not_logged(clock: Clock) -> None:
         at(229)
         at(231)
     assert logged == ["waiting for a training step for 15 s", "waiting for a training step for 31 s"]
+
+
+@pytest.mark.parametrize("earlier_s", [0.0, 700.0], ids=["first", "usual"])
+def test_no_wait_is_silent_for_a_minute(clock: Clock, earlier_s: float) -> None:
+    log, logged, at = log_with(clock)
+    with log.waiting_for("a batch"):
+        clock.now_s += earlier_s
+    began_s, logged_s = clock.now_s, [0.0]
+    with log.waiting_for("a batch"):
+        for waited_s in range(1000):
+            count = len(logged)
+            at(began_s + waited_s)
+            logged_s += [waited_s] * (len(logged) - count)
+    gaps_s = [later - earlier for earlier, later in pairwise([*logged_s, 1000.0])]
+    assert max(gaps_s) < 60 and len(gaps_s) < 25
+
+
+def test_a_process_is_not_silent_for_a_minute_without_a_line(clock: Clock) -> None:
+    _, logged, at = log_with(clock)
+    for silent_s in range(200):
+        at(silent_s, **{"replica-0": silent_s})
+    assert [line.split()[6] for line in logged] == ["10", "20", "40", "80", "135", "190"]
 
 
 def test_a_silent_process_is_logged_and_so_is_its_return(clock: Clock) -> None:
