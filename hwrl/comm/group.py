@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -273,10 +274,16 @@ def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float
     if decision == CALLED_OFF:
         raise CommAbortedError(f"cannot make group {name!r}", why="a peer called it off", fix="make a new group")
     kind, _, detail = decision.partition(" ")
-    if kind == _MISSING:
+    if kind == _MADE and detail:
+        return detail
+    if kind == _MISSING and re.fullmatch(r"\d{1,9}(,\d{1,9})*", detail, re.ASCII):
         ranks = [int(peer) for peer in detail.split(",")]
         raise missing_ranks(f"cannot make group {name!r}", ranks, size=size, timeout_s=timeout_s)
-    return detail
+    raise CommError(
+        f"cannot make group {name!r}",
+        why=f"the decision about it in the store is {decision[:80]!r}, which no rank writes",
+        fix="make a new group; look for another program that uses the store",
+    )
 
 
 def _decide(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:
@@ -292,4 +299,4 @@ def _decide(store: Store, *, rank: int, size: int, name: str, timeout_s: float) 
         awaited = await_keys(store, arrivals, timeout_s=0.0) or arrivals[:1]  # rank 0 came, but decided nothing
     absent = ",".join(key.removeprefix("in/") for key in awaited)
     proposal = f"{_MISSING} {absent}" if awaited else f"{_MADE} {name}-{uuid.uuid4().hex}"
-    return store.compare_set(DECISION, "", proposal).decode()  # the decision, if there is one already
+    return store.compare_set(DECISION, "", proposal).decode(errors="replace")  # the decision, if there is one already

@@ -1,4 +1,4 @@
-"""The TCP sockets of this process, also those of C++ libraries; and a limit to such a library's look-ups of names."""
+"""The TCP sockets of this process, also those of C++ libraries; addresses; a limit to look-ups of names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,24 @@ import stat
 import threading
 from collections.abc import Iterator
 
+_ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
+"""Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
 _RES_INIT = 1
 _duplicates: set[int] = set()  # open descriptors that process_sockets made
 _lock = threading.RLock()  # of _duplicates; the garbage collector may end an iteration while this thread holds it
+
+
+def reachable_host(host: str) -> str:
+    """Return ``host``; instead of one that means all interfaces, this machine's address towards other networks.
+
+    Without such an address, return ``host``. Sends nothing.
+    """
+    if host in _ANYWHERE:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as unused:
+            unused.connect((_ANYWHERE[host], 9))  # chooses the interface
+            return str(unused.getsockname()[0])
+    return host
 
 
 def process_sockets() -> Iterator[tuple[int, socket.socket]]:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hwrl.comm.dialer import Dialer
 from hwrl.comm.signed import OPEN_WARNING, KeyedAddress, new_key, require_key
+from hwrl.comm.sockets import reachable_host
 from hwrl.errors import CommError, PeerLostError, first_line
 
 _BACKLOG = 4096
@@ -28,9 +29,10 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
     """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
     Only a process with the address can use it: the address holds a new secret key, and the kernel drops every packet
-    that is not signed with it (docs/security.md). The store listens only on the address of ``host`` ("0.0.0.0" means
-    every IPv4 interface) at ``port``, 0 for a free one. ``timeout_s`` bounds blocking calls of the store. Raises
-    CommError if the port is taken, if ``host`` is not an address of this machine, or if the kernel cannot sign packets.
+    that is not signed with it (docs/security.md). The store listens only on the address of ``host`` at ``port``, 0 for
+    a free one. "0.0.0.0" means every IPv4 interface; the store's address then has one of them. ``timeout_s`` bounds
+    blocking calls of the store. Raises CommError if the port is taken, if ``host`` is not an address of this machine,
+    or if the kernel cannot sign packets.
     """
     key = new_key(secrets.token_urlsafe(32))
     listener = _bind(host, port)
@@ -39,7 +41,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
         listener.listen(_BACKLOG)
     except OSError as exc:
         raise _cannot_serve(host, port, str(exc)) from exc
-    address = KeyedAddress(host, listener.getsockname()[1], key)
+    address = KeyedAddress(reachable_host(host), listener.getsockname()[1], key)
     dialer = Dialer(address, _listen_near(address.port))
     try:
         store = dialer.make(lambda: _make_server(listener, dialer.near.host, timeout_s), starts_server=True)
@@ -101,7 +103,9 @@ def _listen_near(port: int) -> socket.socket:
         with contextlib.suppress(OSError):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, port), family=family, backlog=128)
-    raise _cannot_serve("the loopback interface", port, "the port is taken there")
+    raise _cannot_serve(
+        "the loopback interface", port, "it is taken there; a store on all interfaces leaves ::1 alone, and needs IPv6"
+    )
 
 
 def _cannot_serve(host: str, port: int, why: str) -> CommError:

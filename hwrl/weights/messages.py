@@ -116,6 +116,9 @@ class Abandonment:
             raise _unreadable("an abandonment", text) from exc
 
 
+_LONGEST_TIMEOUT_S = 1e9  # more is no time, and overflows in the libraries that get it
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long the two ends of a link wait for each other, in seconds; most limits follow from ``timeout_s``.
@@ -195,9 +198,9 @@ class Proposal:
                 raise _unknown_transport(found["transport"][:80], payloads)
             payload = _read_fields(payloads[found["transport"]], found["payload"])
             proposal = _read_fields(cls, found, payload=payload)
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
             raise _unreadable("a proposal", text) from exc
-        if proposal.timeout_s <= 0 or proposal.senders < 1:
+        if not 0 < proposal.timeout_s <= _LONGEST_TIMEOUT_S or proposal.senders < 1:
             raise _unreadable("a proposal", text)
         return proposal
 

@@ -15,7 +15,7 @@ from hwrl.comm import (
     serve_store,
     store_address,
 )
-from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError
+from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.weight_link import beside
 
@@ -41,6 +41,14 @@ def test_a_rank_that_comes_too_late_to_a_group_is_told_so_at_once(first: int) ->
     for rank, timeout_s in ((first, 0.1), (1 - first, 60.0)):
         with pytest.raises(CommTimeoutError, match=f"of 2 ranks, these did not come .*: {1 - first}\n"):
             beside(partial(_make, store, rank, timeout_s=timeout_s))()
+
+
+@pytest.mark.parametrize("junk", [b"missing x", b"missing", b"missing 1,,2", b"made", b"made ", b"foo", b"\xff"])
+def test_a_decision_that_no_rank_writes_is_an_error(junk: bytes) -> None:
+    store = serve_store()
+    store.set("group/g/decision", junk)  # type: ignore[arg-type]  # torch takes bytes, too
+    with pytest.raises(CommError, match="which no rank writes"):
+        _make(store, 1, timeout_s=0.1)
 
 
 def test_a_group_that_is_made_cannot_be_called_off() -> None:

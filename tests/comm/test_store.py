@@ -37,6 +37,7 @@ def test_other_kinds_of_hosts_serve(host: str) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").read_text().startswith("0" * 31 + "1"):
         pytest.skip("this machine has no IPv6 loopback")
     store = serve_store(host)
+    assert not store_address(store).startswith("0.0.0.0"), "elsewhere, this would be the other machine"
     connect_store(store_address(store)).set("key", "value")
     assert store.get("key") == b"value"
 

@@ -40,6 +40,8 @@ _WRONG: list[dict[str, Any]] = [
     {"to": 1},
     {"timeout_s": 0},
     {"timeout_s": float("nan")},
+    {"timeout_s": 10**400},
+    {"timeout_s": 1e300},
     {"metadata": {"step": [1]}},
     {"transport": ["device"]},
     {"payload": {"group": "1.1"}},

@@ -19,6 +19,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hwrl.comm.sockets import reachable_host
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.endpoint.answers import AnswerFormat
@@ -29,8 +30,6 @@ _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
 _HEADER_S = 20.0
 """A connection is closed if the header of a request is not complete after this time."""
-_ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
-"""Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
 
 
 class EndpointServer:
@@ -277,10 +276,7 @@ def _listen(host: str) -> socket.socket:
 
 def _url(host: str, port: int) -> str:
     """Return the address for agents. A host for all interfaces becomes this machine's address."""
-    if host in _ANYWHERE:
-        with socket.socket(_family(host), socket.SOCK_DGRAM) as unused, contextlib.suppress(OSError):
-            unused.connect((_ANYWHERE[host], 9))  # sends nothing, but chooses the interface towards it
-            host = unused.getsockname()[0]
+    host = reachable_host(host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
