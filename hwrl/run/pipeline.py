@@ -91,7 +91,7 @@ class Pipeline:
         self._saved_step = self._first_step = 0
         self._batch_is_open = False  # whether the ledger may count a batch as trained that the trainer has not finished
         self._started_s = 0.0
-        self._has_begun = False
+        self._has_begun = self._was_interrupted = False
         self.step = 0
 
     def run(self) -> Summary:
@@ -125,7 +125,7 @@ class Pipeline:
     def _status(self, error: BaseException | None) -> RunStatus:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             return "failed"
-        return "interrupted" if error is not None or self._interrupts.pending else "finished"
+        return "interrupted" if error is not None or self._was_interrupted else "finished"
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,8 @@ class Pipeline:
     def _finish(self) -> Summary:
         """Save the last steps, evaluate the last weights, write the model, and return the summary.
 
-        After a signal only the checkpoint is saved. A later run with ``resume=true`` evaluates and writes the model.
+        After a signal only the checkpoint is saved. A later run with ``resume=true`` evaluates and writes the model. A
+        signal during the export changes nothing: the run has finished.
         """
         self._collect_evaluation()
         if self._saved_step != self.step:
@@ -418,12 +419,12 @@ class Pipeline:
         if not self._interrupts.pending:
             self._interrupts.defer_message = "stopping without the last evaluation; all steps are saved"
             self._evaluate_last_weights()
-        interrupted = self._interrupts.pending
-        if not interrupted:
+        self._was_interrupted = self._interrupts.pending
+        if not self._was_interrupted:
             self._interrupts.defer_message = "stopping as soon as the model is written"
             self._fleet.trainers.export_model()
         self._fleet.trainers.close()
-        return summarise(self._config, self._report.history, interrupted=interrupted)
+        return summarise(self._config, self._report.history, interrupted=self._was_interrupted)
 
     def _evaluate_last_weights(self) -> None:
         """Evaluate the weights of the last step, unless a regular evaluation has done so.

@@ -300,6 +300,48 @@ def test_after_a_signal_a_run_does_not_wait_for_an_evaluation(tmp_path: Path, ev
     assert (tmp_path / CHECKPOINT).read_text() == "2"
 
 
+class SignalInTheExport(SignalInAnEvaluation):
+    """A signal comes while the run writes the model: the run ends as if none had come."""
+
+    def answer(self, evaluation: StandInEvaluation) -> None:
+        EvaluatingFleet.answer(self, evaluation)
+
+    def export_model(self) -> None:
+        self._interrupts.pending = True
+
+
+STATUS_TRACKER = """
+from hwrl.interfaces import Tracker
+
+class StatusFile(Tracker):
+    def __init__(self, options):
+        pass
+
+    def start(self, run):
+        self.path = run.directory / "status"
+
+    def log(self, metrics, *, step):
+        pass
+
+    def finish(self, status):
+        self.path.write_text(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fleet_class", "status"), [(SignalInTheExport, "finished"), (SignalInAnEvaluation, "interrupted")]
+)
+def test_a_signal_during_the_export_does_not_interrupt_a_run_for_trackers(
+    tmp_path: Path, fleet_class: type[SignalInAnEvaluation], status: str
+) -> None:
+    (tmp_path / "status_tracker.py").write_text(STATUS_TRACKER)
+    trackers = {"trackers": [f"{tmp_path}/status_tracker.py:StatusFile"]}
+    interrupts = Interrupts()
+    data = {"train": tmp_path, "eval": tmp_path}
+    train(tmp_path, fleet_class(tmp_path, interrupts), interrupts, data=data, report=trackers)
+    assert (tmp_path / "status").read_text() == status
+
+
 class EvaluationsAreLost(EvaluatingFleet):
     """Each evaluation is lost with its replica."""
 
