@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+_MOST_DOUBLINGS = 10
+"""Enough for the longest pause. 2.0 to the power of a large number of deaths raises OverflowError."""
 
 
 class RestartPlan:
@@ -32,7 +34,8 @@ class RestartPlan:
         if deaths > self._limit:
             self.forget(name)
             return None
-        pause_s = min(_FIRST_PAUSE_S * 2.0 ** (deaths - 2), _LONGEST_PAUSE_S) if deaths > 1 else 0.0
+        doublings = min(deaths - 2, _MOST_DOUBLINGS)
+        pause_s = min(_FIRST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S) if deaths > 1 else 0.0
         self._due_s[name] = self._clock() + pause_s
         return pause_s
 

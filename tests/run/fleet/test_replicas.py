@@ -194,6 +194,12 @@ def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
     assert len(StandInHandle.handles) == 6
 
 
+def test_the_pause_before_a_restart_has_a_limit_after_any_number_of_deaths() -> None:
+    plan = RestartPlan(limit=5000)
+    pauses_s = [plan.add_death("replica-0", finished=False) for _ in range(2000)]
+    assert pauses_s[:9] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0] and pauses_s[-1] == 60.0
+
+
 def test_a_replica_that_finishes_prompts_between_its_deaths_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(monkeypatch, max_restarts=1)
     for start in range(20):
