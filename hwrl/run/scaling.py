@@ -1,4 +1,7 @@
-"""A mailbox of two files in the run directory: ``hwrl scale`` writes a request, and the run writes the answer.
+"""A mailbox in the run directory: ``hwrl scale`` writes a request, and the run writes the answer.
+
+Each request has two files of its own. Whoever unlinks the request decides: the run has taken it, or its sender has
+withdrawn it.
 
 The run itself adds and removes replicas in ``Replicas.scale``. Everybody with write access to the run directory may
 scale the run. This module imports neither torch nor Ray.
@@ -13,6 +16,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,8 @@ from hwrl.errors import HwrlError, RunDirectoryError
 from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
 from hwrl.run.invocation import invoked
 
-_REQUEST, _ANSWER = "scale_request.json", "scale_answer.json"
+_REQUEST, _ANSWER = "scale_request.{}.json", "scale_answer.{}.json"
+_DRAFT = ".tmp_scale_{}.json"
 _MOST_NBYTES = 1 << 16
 _LOOK_S = 0.1
 
@@ -31,7 +36,7 @@ def find_mail(directory: Path) -> list[Path]:
 
     A run removes those that it finds before it locks the directory. Later ones are for itself, even during its start.
     """
-    return [path for name in (_REQUEST, _ANSWER) if os.path.lexists(path := directory / name)]
+    return [path for name in (_REQUEST, _ANSWER, _DRAFT) for path in _find(directory, name.format("*"))]
 
 
 @dataclass(frozen=True)
@@ -49,22 +54,25 @@ class ScaleRequests:
         self._directory = directory
 
     def poll(self) -> ScaleRequest | None:
-        """Return the pending request, or None, and remove its file, even if it is not valid. Does not block."""
-        path = self._directory / _REQUEST
-        content = _read(path)
-        if content is None:
-            return None
-        with suppress(OSError):
-            path.unlink()
-        replicas, request_id = content.get("replicas"), content.get("request_id")
-        if type(replicas) is not int or not 0 < replicas <= MOST_PROCESSES or not isinstance(request_id, str):
-            return None
-        return ScaleRequest(request_id, replicas)
+        """Take the oldest request and return it, or None. Removes invalid ones. Does not block."""
+        for path in sorted(_find(self._directory, _REQUEST.format("*")), key=_written_ns):
+            content = _read(path)
+            try:
+                path.unlink()
+            except OSError:
+                continue  # its sender has just withdrawn it, or it cannot be removed: it must not be taken again
+            replicas = None if content is None else content.get("replicas")
+            if type(replicas) is int and 0 < replicas <= MOST_PROCESSES:
+                prefix, suffix = _REQUEST.split("{}")
+                return ScaleRequest(path.name.removeprefix(prefix).removesuffix(suffix), replicas)
+        return None
 
     def answer(self, request: ScaleRequest, *, text: str = "", error: HwrlError | None = None) -> None:
         """Write the outcome of ``request`` for its sender. If the write fails, the sender gets no answer."""
         parts = None if error is None else {"what": error.what, "why": error.why, "fix": error.fix}
-        _try_to_write(self._directory / _ANSWER, {"request_id": request.request_id, "text": text, "error": parts})
+        with suppress(OSError):
+            path = self._directory / _ANSWER.format(request.request_id)
+            DurableFS().replace_file(path, _encode({"text": text, "error": parts}))
 
 
 def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0) -> str:
@@ -73,14 +81,19 @@ def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0)
     Raises RunDirectoryError if the directory has no run, or the run is not running, does not answer, or refuses.
     """
     _check_runs(directory)
-    request = ScaleRequest(uuid.uuid4().hex, replicas)
+    request_id = uuid.uuid4().hex
+    request, answer = (directory / name.format(request_id) for name in (_REQUEST, _ANSWER))
     try:
-        DurableFS().replace_file(directory / _REQUEST, _encode(vars(request)))
-        return _wait_for_answer(directory, request, timeout_s)
+        DurableFS().replace_file(request, _encode({"replicas": replicas}))
+        return _wait_for_answer(request, answer, timeout_s)
     except OSError as exc:
         raise RunDirectoryError(
             f"cannot write a request to the run in {directory}", why=str(exc), fix="run this as the user of the run"
         ) from exc
+    finally:  # of Ctrl-C, too
+        for path in (request, answer):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _check_runs(directory: Path) -> None:
@@ -98,39 +111,48 @@ def _check_runs(directory: Path) -> None:
         )
 
 
-def _wait_for_answer(directory: Path, request: ScaleRequest, timeout_s: float) -> str:
+def _wait_for_answer(request: Path, answer: Path, timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
-    while (answer := _read(directory / _ANSWER)) is None or answer.get("request_id") != request.request_id:
+    while not (content := _read(answer)):
         if time.monotonic() > deadline_s:
-            raise _withdraw(directory, timeout_s)
+            raise _withdraw(request, timeout_s)
         time.sleep(_LOOK_S)
-    error = answer.get("error")
+    error = content.get("error")
     if isinstance(error, dict):
         raise RunDirectoryError(
             f"the run refused: {error.get('what')}", why=str(error.get("why")), fix=str(error.get("fix"))
         )
-    return str(answer.get("text"))
+    return str(content.get("text"))
 
 
-def _withdraw(directory: Path, timeout_s: float) -> RunDirectoryError:
+def _withdraw(request: Path, timeout_s: float) -> RunDirectoryError:
     """Withdraw the request unless the run has already taken it; return the error that describes the case."""
     why = f"it did not take the request within {timeout_s:g} s; it may still be starting"
     fix = "look at its log, and try again; the request is withdrawn"
     try:
-        (directory / _REQUEST).unlink()
+        request.unlink()
     except FileNotFoundError:
         why = f"it has taken the request, but did not answer within {timeout_s:g} s"
         fix = "look at its log for the outcome"
-    return RunDirectoryError(f"the run in {directory} has not answered", why=why, fix=fix)
+    return RunDirectoryError(f"the run in {request.parent} has not answered", why=why, fix=fix)
 
 
 def _encode(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode()
 
 
-def _try_to_write(path: Path, content: dict[str, Any]) -> None:
-    with suppress(OSError):
-        DurableFS().replace_file(path, _encode(content))
+def _find(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return [directory / name for name in os.listdir(directory) if fnmatchcase(name, pattern)]
+    except OSError:
+        return []
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -141,10 +163,11 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     except OSError:
         return {}
-    with os.fdopen(descriptor, "rb") as file:
-        content = file.read(_MOST_NBYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError):
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        parsed = json.loads(os.read(descriptor, _MOST_NBYTES)) if is_file else {}
+    except (OSError, ValueError, RecursionError):
         return {}
+    finally:
+        os.close(descriptor)
     return parsed if isinstance(parsed, dict) else {}

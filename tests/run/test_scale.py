@@ -91,18 +91,13 @@ def test_a_run_that_cannot_be_scaled_is_named(tmp_path: Path, capsys: pytest.Cap
 
 def test_requests_are_answered_once_and_junk_is_removed(tmp_path: Path) -> None:
     requests = ScaleRequests(tmp_path)
-    for junk in (
-        "",
-        "[]",
-        '{"replicas": 2}',
-        '{"request_id": "1", "replicas": 0}',
-        '{"request_id": "1", "replicas": true}',
-    ):
-        (tmp_path / "scale_request.json").write_text(junk)
+    path = tmp_path / "scale_request.1.json"
+    for junk in ("", "[]", '{"replica": 2}', '{"replicas": 0}', '{"replicas": true}'):
+        path.write_text(junk)
         assert requests.poll() is None and list(tmp_path.iterdir()) == []
-    (tmp_path / "scale_request.json").symlink_to("/dev/zero")
+    path.symlink_to("/dev/zero")
     assert requests.poll() is None
-    (tmp_path / "scale_request.json").write_text('{"request_id": "1", "replicas": 3}')
+    path.write_text('{"replicas": 3}')
     assert requests.poll() == ScaleRequest("1", 3) and requests.poll() is None
 
 

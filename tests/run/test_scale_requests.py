@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import hwrl.run.scaling
+from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.run.config import parse_config
 from hwrl.run.run_directory import claimed_directory
@@ -16,19 +20,18 @@ from hwrl.run.scaling import ScaleRequest, ScaleRequests, request_replicas
 def test_a_request_during_the_start_waits_for_the_run_and_one_from_before_is_removed(tmp_path: Path) -> None:
     settings = {"dir": tmp_path, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
     config = parse_config({**settings, "reward": {"function": "m:f"}})
-    request = tmp_path / "scale_request.json"
-    request.write_text('{"request_id": "old", "replicas": 9}')
+    old = tmp_path / "scale_request.old.json"
+    old.write_text('{"replicas": 9}')
     with claimed_directory(config):
-        assert ScaleRequests(tmp_path).poll() is None and not request.exists()
-        request.write_text('{"request_id": "new", "replicas": 2}')
+        assert ScaleRequests(tmp_path).poll() is None and not old.exists()
+        (tmp_path / "scale_request.new.json").write_text('{"replicas": 2}')
         for _ in range(2):  # the trainers die while the run begins, and it begins again
             requests = ScaleRequests(tmp_path)
         assert requests.poll() == ScaleRequest("new", 2)
 
 
 def test_a_run_that_cannot_have_the_directory_leaves_the_requests_of_the_run_there(tmp_path: Path) -> None:
-    request = tmp_path / "scale_request.json"
-    request.write_text('{"request_id": "1", "replicas": 2}')
+    (tmp_path / "scale_request.1.json").write_text('{"replicas": 2}')
     (tmp_path / "model").mkdir()  # not from a run
     settings = {"dir": tmp_path, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
     config = parse_config({**settings, "reward": {"function": "m:f"}})
@@ -51,3 +54,50 @@ def test_a_request_that_the_run_has_taken_is_not_said_to_be_withdrawn(
     monkeypatch.setattr("hwrl.run.scaling.find_owner", lambda directory: "a run")
     with pytest.raises(RunDirectoryError, match=r"it has taken the request[\s\S]*look at its log for the outcome"):
         request_replicas(tmp_path, 2, timeout_s=5.0)
+
+
+def test_each_sender_gets_its_own_answer_and_withdraws_only_its_own_request(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    lock, requests = DirectoryLock(tmp_path), ScaleRequests(tmp_path)
+    taken: list[ScaleRequest] = []
+    with ThreadPoolExecutor(3) as senders:
+        impatient = senders.submit(request_replicas, tmp_path, 2, timeout_s=0.3)
+        while not list(tmp_path.glob("scale_request*.json")):
+            assert not impatient.done()
+        others = [senders.submit(request_replicas, tmp_path, number, timeout_s=60.0) for number in (3, 4)]
+        with pytest.raises(RunDirectoryError, match="the request is withdrawn"):
+            impatient.result(timeout=60)
+        while len(taken) < 2:
+            assert not any(other.done() for other in others)
+            if (request := requests.poll()) is not None:
+                taken.append(request)
+        for request in taken:
+            requests.answer(request, text=f"{request.replicas} replicas")
+        assert [other.result(timeout=60) for other in others] == ["3 replicas", "4 replicas"]
+    lock.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hwrl.lock", "config.yaml"]
+
+
+def test_requests_are_taken_in_their_order(tmp_path: Path) -> None:
+    for number, name in enumerate("cab"):
+        path = tmp_path / f"scale_request.{name}.json"
+        path.write_text(f'{{"replicas": {number + 1}}}')
+        os.utime(path, ns=(0, number))
+    (tmp_path / "scale_request.0.json").mkdir()  # cannot be removed, and holds up nobody
+    requests = ScaleRequests(tmp_path)
+    assert [requests.poll() for _ in range(4)] == [*(ScaleRequest(name, 1 + "cab".index(name)) for name in "cab"), None]
+
+
+def test_a_request_that_is_withdrawn_while_the_run_reads_it_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "scale_request.1.json", hwrl.run.scaling._read
+    path.write_text('{"replicas": 2}')
+
+    def read_then_withdraw(path: Path) -> dict[str, object] | None:
+        content = read(path)
+        path.unlink()
+        return content
+
+    monkeypatch.setattr("hwrl.run.scaling._read", read_then_withdraw)
+    assert ScaleRequests(tmp_path).poll() is None
