@@ -17,7 +17,10 @@ from hwrl.run.simulate.simulation import simulate
 from hwrl.run.simulate.size import SimulatedSize, placed
 from hwrl.run.simulate.workload import Lengths, Workload, longest_response
 
-_NEEDED = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train", "rollout/generate_s")
+_POSITIVE = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train")
+_SUMMED = ("rollout/generate_s", "rollout/tokens_per_s")
+"""Metrics that may be 0 in a step, such as one that was shorter than a response, but not in all steps."""
+_NEEDED = (*_POSITIVE, *_SUMMED)
 _MIN_LINES = 8
 _ROUNDS = 4
 """How many times the measured run is simulated. The costs are corrected after each simulation."""
@@ -41,7 +44,26 @@ def read_run(path: Path) -> list[Metrics]:
             why=f"only {len(lines)} of its lines have {', '.join(_NEEDED)}, and {_MIN_LINES} are needed",
             fix=f"use the metrics.jsonl of a longer run, or none; see {manual('simulate.md')}",
         )
-    return lines[len(lines) // 5 :]
+    lines = lines[len(lines) // 5 :]
+    _require_values(path, lines)
+    return lines
+
+
+def _require_values(path: Path, lines: Sequence[Metrics]) -> None:
+    """Raise ConfigError if costs cannot be computed from the needed metrics of ``lines``."""
+    wrong = [
+        f"{name} is {line[name]:g} in step {line['step']:.0f}"
+        for line in lines
+        for name in _NEEDED
+        if not math.isfinite(line[name]) or line[name] < 0 or (line[name] == 0 and name in _POSITIVE)
+    ]
+    wrong += [f"{name} is 0 in all steps" for name in _SUMMED if not any(line[name] for line in lines)]
+    if wrong:
+        raise ConfigError(
+            f"{path} cannot calibrate a simulation",
+            why=f"{wrong[0]}: a cost is a number of seconds, divided by the work that was done in them",
+            fix=f"use the metrics.jsonl of another run, or none; see {manual('simulate.md')}",
+        )
 
 
 def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workload:
@@ -81,18 +103,15 @@ def generated_per_busy_s(lines: Sequence[Metrics]) -> float:
 
 
 def _trainer_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[str, float]:
-    token_s = sum(line["timing_s/train"] for line in lines) / sum(line["response/tokens"] for line in lines)
     synced = [line for line in lines if line.get("timing_s/sync", 0.0) > 0]
     busy = ("timing_s/wait", "timing_s/sync", "timing_s/train", "timing_s/critic", "timing_s/save")
     others = [line["perf/step_s"] - sum(line.get(name, 0.0) for name in busy) for line in lines]
     nbytes = _median_of(synced, "sync/nbytes") or base.sync_nbytes
     receivers = _median_of(synced, "sync/receivers") or config.rollout.replicas
-    explained_s = nbytes / base.bandwidth + base.sync_replica_s * receivers
-    logarithms = [math.log(line["timing_s/train"] / line["response/tokens"]) for line in lines]
+    senders = as_measured(config, len(lines)).senders
+    explained_s = nbytes / (base.bandwidth * senders) + base.sync_replica_s * receivers
     waits = sorted(line.get("timing_s/wait", 0.0) for line in lines)
-    return {
-        "train_token_s": token_s * config.train.ranks,
-        "train_sigma": stdev(logarithms),
+    return _training_costs(config, lines, base) | {
         "batch_s": waits[len(waits) // 10],  # the first guess: a wait that consists only of calls
         "sync_nbytes": nbytes,
         "sync_fixed_s": max(0.0, _mean_of(synced, "timing_s/sync") - explained_s),
@@ -101,11 +120,28 @@ def _trainer_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> 
     }
 
 
+def _training_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[str, float]:
+    """Return the seconds of a token and their spread, by the work as it is simulated. A critic's time counts, too."""
+    seconds = [line["timing_s/train"] + line.get("timing_s/critic", 0.0) for line in lines]
+    work = [max(line["response/tokens"] / config.train.ranks, line.get("response/length_max", 0.0)) for line in lines]
+    token_s = (sum(seconds) - base.train_fixed_s * len(lines)) / sum(work)
+    if token_s <= 0:
+        raise ConfigError(
+            f"the assumption train_fixed_s={base.train_fixed_s:g} does not fit the measured run",
+            why=f"its training steps took {sum(seconds) / len(lines):.3g} s on average, so none is left for the tokens",
+            fix="assume a smaller train_fixed_s",
+        )
+    expected = [base.train_fixed_s + token_s * tokens for tokens in work]
+    spread = stdev(math.log(took / fits) for took, fits in zip(seconds, expected, strict=True))
+    return {"train_token_s": token_s, "train_sigma": spread}
+
+
 def _rollout_costs(config: Config, lines: Sequence[Metrics]) -> dict[str, float]:
     replicas = _median_of(lines, "rollout/replicas") or config.rollout.replicas
     versions = lines[-1].get("weights/version", 0.0) - lines[0].get("weights/version", 0.0)
-    versions = versions or len(lines) / config.async_training.trigger_parameter_sync_step
-    update_s = sum(line.get("rollout/update_s", 0.0) for line in lines) / max(1.0, versions * replicas)
+    versions = versions or (len(lines) - 1) / config.async_training.trigger_parameter_sync_step
+    later = lines[1:]  # the versions are counted from the end of the first line
+    update_s = sum(line.get("rollout/update_s", 0.0) for line in later) / max(1.0, versions * replicas)
     failures, trained = (
         lines[-1].get(name, 0.0) - lines[0].get(name, 0.0) for name in ("ledger/failures", "ledger/trained")
     )

@@ -73,14 +73,21 @@ class SimulatedReplica:
         return (self._slots - len(self._ends)) // self._group_size
 
     def totals(self, now_s: float) -> dict[str, float]:
-        """Return running totals like those of a real replica."""
-        busy_s = self._generate_s + self._update_s
+        """Return running totals like those of a real replica. A pause counts in full from its beginning.
+
+        The idle time is that until ``now_s``, so it never decreases.
+        """
+        since_s = now_s - self._now_s  # negative: seconds that are left of a pause
+        generate_s = self._generate_s
+        if since_s > 0 and len(self._ends):
+            generate_s += min(since_s, float(self._end_times()[-1]))
+        paused_s = self._update_s + min(0.0, since_s)
         return {
             "tokens": self._tokens,
             "groups": self._finished,
-            "generate_s": self._generate_s,
+            "generate_s": generate_s,
             "update_s": self._update_s,
-            "idle_s": max(0.0, now_s - self._born_s - busy_s),
+            "idle_s": max(0.0, now_s - self._born_s - generate_s - paused_s),
         }
 
     def start(self, lease: PromptLease, lengths: NDArray[np.float64]) -> None:

@@ -2,6 +2,9 @@
 
 The simulated trainer does the same as :class:`~hwrl.run.pipeline.Pipeline`: advance the ledger, wait for a batch,
 train, send the weights if they are due, save a checkpoint if it is due. Events of replicas happen in between.
+
+A real run's stream of prompts ends, so its last steps have idle replicas. A simulated run stands for a part of a longer
+run: its stream goes on beyond its last step.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
+from hwrl.rollout import PromptLedger
 from hwrl.run.cluster.placement import DeviceCounts
+from hwrl.run.config import Config
 from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, make_ledger
 from hwrl.run.report import Metrics, StepRates
 from hwrl.run.report.bottleneck import BATCH_WAIT
@@ -37,7 +42,9 @@ _STUCK_S = 3 * 86400.0
 class SimulatedRun:
     """The result of a simulation: lines of metrics as in ``metrics.jsonl``, the simulated time, and the failures.
 
-    ``seconds`` includes the time of steps that were lost when the trainer died.
+    ``seconds`` includes the time of steps that were lost when the trainer died. It is the sum of ``perf/step_s``: the
+    time of a step begins when the run had finished the step before for the first time. So the step in which the trainer
+    died includes the restart, and the repetition of lost steps.
     """
 
     size: SimulatedSize
@@ -66,13 +73,22 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _endless_ledger(config: Config) -> PromptLedger:
+    """Return a ledger whose stream of prompts does not end before the last step of ``config``, whatever the lead."""
+    limits = config.async_training
+    further = (limits.staleness_threshold + 1) * limits.trigger_parameter_sync_step
+    return make_ledger(
+        config.model_copy(update={"train": config.train.model_copy(update={"steps": config.train.steps + further})})
+    )
+
+
 class _Simulation:
     def __init__(self, size: SimulatedSize, workload: Workload, *, seed: int) -> None:
         config = size.config
         self._size, self._config, self._workload = size, config, workload
         self._random = np.random.default_rng(seed)
         self._events = EventQueue()
-        self._ledger = make_ledger(config)
+        self._ledger = _endless_ledger(config)
         self._fleet = SimulatedFleet(
             config,
             workload,
@@ -91,7 +107,8 @@ class _Simulation:
         self._waits_for: str | None = None  # "batch"; or "drain": the replicas finish their groups before a transfer
         self._draining: list[SimulatedReplica] = []
         self._since_s = 0.0
-        self._trainer_deaths = self._lost_steps = self._newest_step = 0
+        self._trainer_deaths = self._lost_steps = 0
+        self._step_s: list[float] = []  # from the first end of the step before to the first end of each step
         self._progress_s = 0.0
         self._metrics: Metrics = {}
         self._batch: list[PromptGroup] = []
@@ -241,11 +258,13 @@ class _Simulation:
         rates = self._rates.metrics(self._metrics, info)
         line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
         throttled = {} if self._throttle is None else self._throttle.metrics()
-        self._lines.append({**line, **self._metrics, **rates, **throttled})
-        if self._throttle is not None and self._throttle.observe(self._lines[-1], replicas=len(totals)):
+        line = {**line, **self._metrics, **rates, **throttled}
+        if self._throttle is not None and self._throttle.observe(line, replicas=len(totals)):
             self._ledger.lead_groups = self._throttle.state.lead_groups
-        if self._step > self._newest_step:
-            self._newest_step, self._progress_s = self._step, self._events.now_s
+        if self._step > len(self._step_s):
+            self._step_s.append(self._events.now_s - self._progress_s)
+            self._progress_s = self._events.now_s
+        self._lines.append({**line, "perf/step_s": self._step_s[self._step - 1]})
         pause_s = self._workload.overhead_s
         every = self._config.checkpoint.save_every_steps
         if every and self._step % every == 0:

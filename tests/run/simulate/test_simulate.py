@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from hwrl.run import Config, load_config
 from hwrl.run.simulate import (
     Lengths,
     SimulatedRun,
+    SimulatedSize,
     Workload,
     as_measured,
     assume,
@@ -88,7 +90,9 @@ def test_a_replica_decodes_all_responses_together() -> None:
         "a response of the second group ends"
     )
     assert [group.tokens for group in replica.advance(2.75 + 2.5 + 0.5 * 2.0)] == [4.0]
-    assert replica.totals(10.0)["generate_s"] == pytest.approx(6.25)
+    totals = [replica.totals(now_s) for now_s in (10.0, 20.0)]  # the last response ends after 8.5 further steps
+    assert [seen["generate_s"] for seen in totals] == pytest.approx([10.0, 6.25 + 8.5 * 1.5])
+    assert [seen["idle_s"] for seen in totals] == pytest.approx([0.0, 1.0])
 
 
 def test_events_run_in_the_order_of_their_times() -> None:
@@ -143,6 +147,31 @@ def test_failures_cost_time_and_no_prompt(config_file: Path) -> None:
     assert simulate(size, work, seed=3).lines == hit.lines, "a seed repeats a run"
 
 
+def test_the_time_of_a_trainers_death_counts_in_the_results(config_file: Path) -> None:
+    config = config_of(config_file, "train.ranks=4", "rollout.replicas=10", "checkpoint.save_every_steps=0")
+    size = as_measured(config, 40)
+    hit = simulate(size, replace(WORK, mtbf_h=0.4, restart_s=60.0), seed=1)
+    assert hit.trainer_deaths > 0 and hit.lost_steps > 8, "after the first fifth, so the results are of the steps after"
+    assert sum(line["perf/step_s"] for line in hit.lines) == pytest.approx(hit.seconds)
+    row, calm = result_of(hit), result_of(simulate(size, replace(WORK, mtbf_h=1e9)))
+    assert row["step_s"] * 32 > calm["step_s"] * (32 + hit.lost_steps) + 60 * hit.trainer_deaths - 60
+    assert row["tokens_per_s"] < calm["tokens_per_s"]
+
+
+def test_the_results_do_not_have_the_end_of_the_prompts(config_file: Path) -> None:
+    config = config_of(config_file, "async_training.staleness_threshold=8", "train.ranks=2")
+    work = replace(WORK, train_token_s=2e-3, mtbf_h=1e9, sigma=0.5)
+    short, long = (result_of(simulate(as_measured(config, steps), work)) for steps in (30, 300))
+    assert short["rollout_idle"] == pytest.approx(long["rollout_idle"], abs=0.05)
+    assert short["step_s"] == pytest.approx(long["step_s"], rel=0.05)
+
+
+def test_idle_time_is_never_negative(config_file: Path) -> None:
+    config = config_of(config_file, "async_training.trigger_parameter_sync_step=4")
+    run = simulate(as_measured(config, 30), replace(WORK, update_s=4.0, mtbf_h=1e9))
+    assert min(line["rollout/idle_s"] for line in run.lines) > -1e-6, "between two transfers, and in a pause"
+
+
 def test_too_many_failures_end_the_run_as_they_would_end_a_real_one(config_file: Path) -> None:
     with pytest.raises(EngineError, match="failed 3 times"):
         simulate(as_measured(config_of(config_file), 5), replace(WORK, failed_ratio=0.9))
@@ -155,7 +184,7 @@ def test_a_run_that_never_comes_to_a_checkpoint_is_an_error(config_file: Path) -
 
 def test_more_devices_train_more_tokens_with_the_same_idle_shares(config_file: Path) -> None:
     config = config_of(config_file)
-    few, many = (averages(settled(simulate(scaled(config, n, steps=12), WORK).lines)) for n in (8, 128))
+    few, many = (averages(settled(simulate(scaled(config, n, steps=30), WORK).lines)) for n in (8, 128))
     assert many["tokens_per_s"] == pytest.approx(16 * few["tokens_per_s"], rel=0.15)
     assert many["rollout_idle"] == pytest.approx(few["rollout_idle"], abs=0.1)
 
@@ -190,6 +219,75 @@ def test_a_simulation_is_found_again_from_its_own_metrics(config_file: Path) -> 
     assert found.sync_fixed_s == pytest.approx(0.5, rel=0.01)
     assert found.update_s == pytest.approx(0.2, rel=0.05)
     assert found.sigma == pytest.approx(1.0, abs=0.35)
+
+
+def found_in(size: SimulatedSize, truth: Workload, **assumed: float) -> Workload:
+    """Return what a calibration finds in the metrics of a simulation of ``truth``."""
+    return calibrate(size.config, settled(simulate(size, truth).lines), Workload(**assumed))
+
+
+def test_the_training_time_of_a_few_rows_on_many_ranks_is_found_again(config_file: Path) -> None:
+    size = as_measured(config_of(config_file, "train.ranks=16", "train.batch_groups=8"), 60)
+    truth = replace(WORK, train_token_s=0.01, mtbf_h=1e9)
+    found = found_in(size, truth)
+    assert found.train_token_s == pytest.approx(0.01, rel=0.01), "the longest row takes longest, on one rank"
+    assert found.train_sigma == pytest.approx(0.0, abs=0.01)
+
+
+def test_the_fixed_training_time_is_not_counted_twice(config_file: Path) -> None:
+    truth = replace(WORK, train_token_s=0.002, train_fixed_s=5.0, mtbf_h=1e9)
+    size = as_measured(config_of(config_file), 60)
+    assert found_in(size, truth, train_fixed_s=5.0).train_token_s == pytest.approx(0.002, rel=0.01)
+    assert found_in(size, truth, train_fixed_s=5.0).train_sigma == pytest.approx(0.0, abs=0.01)
+    with pytest.raises(ConfigError, match="train_fixed_s=500"):
+        found_in(size, truth, train_fixed_s=500.0)
+
+
+def test_the_fixed_time_of_a_transfer_by_several_senders_is_found_again(config_file: Path) -> None:
+    size = as_measured(config_of(config_file, "train.ranks=8", "rollout.replicas=8"), 40)
+    assert size.senders > 1
+    truth = replace(WORK, sync_nbytes=size.senders * 5e11, sync_fixed_s=2.0, mtbf_h=1e9)
+    assert found_in(size, truth).sync_fixed_s == pytest.approx(2.0, rel=0.01)
+
+
+def test_the_time_of_a_critic_counts_as_training(config_file: Path) -> None:
+    config = config_of(config_file)
+    lines = simulate(as_measured(config, 60), replace(WORK, train_token_s=0.002, mtbf_h=1e9)).lines
+    with_critic = [
+        {**line, "timing_s/critic": line["timing_s/train"], "perf/step_s": line["perf/step_s"] + line["timing_s/train"]}
+        for line in settled(lines)
+    ]
+    found = calibrate(config, with_critic, Workload())
+    assert found.train_token_s == pytest.approx(0.004, rel=0.01)
+    assert found.overhead_s == pytest.approx(0.0, abs=0.01)
+
+
+def test_the_pauses_of_replicas_are_divided_by_their_number(config_file: Path) -> None:
+    size = as_measured(config_of(config_file, "async_training.trigger_parameter_sync_step=4"), 15)
+    found = found_in(size, replace(WORK, mtbf_h=1e9))  # 12 lines: they begin with a version, and two follow
+    assert found.update_s == pytest.approx(0.2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timing_s/train", 0.0), ("perf/step_s", -1.0), ("response/tokens", math.nan), ("rollout/tokens_per_s", None)],
+)
+def test_a_run_without_a_needed_value_calibrates_nothing(tmp_path: Path, name: str, value: float | None) -> None:
+    lines = [json.loads(text) for text in MEASURED.read_text().splitlines()]
+    for line in lines:
+        line[name] = value
+        if value is None:
+            del line[name]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=rf"(?s)cannot calibrate.*{name}"):
+        read_run(tmp_path)
+
+
+def test_a_run_in_which_no_replica_generated_calibrates_nothing(tmp_path: Path) -> None:
+    lines = [json.loads(text) | {"rollout/generate_s": 0.0} for text in MEASURED.read_text().splitlines()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=r"(?s)cannot calibrate.*rollout/generate_s"):
+        read_run(tmp_path)
 
 
 def assert_close(real: list[dict[str, float]], config: Config, *, rel: float) -> None:
