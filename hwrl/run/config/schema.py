@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Literal
 
 from pydantic import (
@@ -265,4 +266,5 @@ class Config(Section):
         """The most prompts that may be running or finished beyond those of the present version, rounded down."""
         limits = self.async_training
         most = limits.staleness_threshold
-        return int(min(most, most if limits.lead_versions is None else limits.lead_versions) * self.groups_per_version)
+        lead = most if limits.lead_versions is None else min(most, limits.lead_versions)
+        return int(Fraction(str(lead)) * self.groups_per_version)  # as written: 0.29 × 100 is 28.9… as a float

@@ -296,6 +296,8 @@ def test_the_lead_is_as_large_as_the_threshold_and_no_larger(tmp_path: Path) -> 
     for words, lead in leads.items():
         overrides = [f"async_training.{word}" for word in words.split()]
         assert load_config(write(tmp_path, MINIMAL), [*groups, *overrides]).lead_groups == lead
+    exact = load_config(write(tmp_path, MINIMAL), ["train.batch_groups=100", "async_training.lead_versions=0.29"])
+    assert exact.lead_groups == 29, "the product of floats is 28.999999999999996"
 
 
 def test_the_embedded_engine_is_not_divided(tmp_path: Path) -> None:
