@@ -254,6 +254,7 @@ class Pipeline:
         if _is_due(self.step, self._config.checkpoint.save_every_steps):
             self._save()
         self._view.show(line)
+        self._fleet.note_progress()
 
     def _take_batch(self, version: int) -> tuple[Answer[list[PromptGroup]], BatchInfo | None]:
         """Wait for the batch of the next step; return it with its description, None if the run must end first."""

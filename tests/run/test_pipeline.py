@@ -197,6 +197,21 @@ def test_skipped_prompts_are_logged_and_recorded(tmp_path: Path) -> None:
     assert first["failed"] == {"3": "no judge", "5": "no unit"} and "failed" not in second
 
 
+class FleetThatCountsProgress(StandInFleet):
+    """Counts how often the run has shown a step."""
+
+    shown = 0
+
+    def note_progress(self) -> None:
+        self.shown += 1
+
+
+def test_the_log_of_waits_learns_of_each_step(tmp_path: Path) -> None:
+    fleet = FleetThatCountsProgress(tmp_path, DurableFS())
+    train(tmp_path, fleet, Interrupts())
+    assert fleet.shown == 2
+
+
 class StandInEvaluation:
     """An evaluation without replicas: it is over when it has a result, or is lost."""
 

@@ -36,7 +36,7 @@ class StandInFleet:
     def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
         """Take the place of a call without an effect here."""
 
-    launch = wait_for_replicas = serve_new_receivers = publish_last_weights = do_nothing
+    launch = wait_for_replicas = serve_new_receivers = publish_last_weights = note_progress = do_nothing
     send_weights = export_model = load_state_dict = abandon_take = close = raise_if_input_changed = do_nothing
 
     def describe(self) -> str:

@@ -135,6 +135,10 @@ class Fleet:
         """Log that the run is waiting for ``subject`` if the block takes long."""
         return self._monitor.waiting_for(subject)
 
+    def note_progress(self) -> None:
+        """Note that the user sees a finished step now. A wait is logged when the last line is almost 60 s old."""
+        self._monitor.note_progress()
+
     def watch(self, answers: Sequence[Answer[Any]]) -> list[Answer[Any]]:
         """Wait up to ``POLL_S`` for the next event; return the ``answers`` that are ready.
 

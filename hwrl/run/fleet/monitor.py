@@ -33,6 +33,10 @@ class ProcessMonitor:
         """Log that the run is waiting for ``subject`` if the block takes long."""
         return self._wait_log.waiting_for(subject)
 
+    def note_progress(self) -> None:
+        """Note that the run shows its progress now: a wait is no longer logged for want of other lines."""
+        self._wait_log.note_progress()
+
     def update(self) -> None:
         """Read and send heartbeats, and log long waits. Does not block; call it about every second."""
         self._heartbeats.update()

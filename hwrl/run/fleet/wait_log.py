@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 FIRST_S = 10.0
-"""A wait or a silence is logged after this time, and again whenever it has lasted twice as long, or ``_LONGEST_S``."""
+"""A wait or a silence is logged after this time, and again whenever it has lasted twice as long."""
 _LONGEST_S = 55.0
-"""The longest time without a line in a wait. A run promises 60 s, and the log is updated about every second."""
+"""The longest time without a line, over all waits. A run promises 60 s, and the log is updated about every second."""
 _USUAL_FACTOR = 2.0
 """A wait is logged only when it exceeds the longest earlier wait for the same subject by this factor."""
 
@@ -29,16 +29,18 @@ class WaitLog:
         self._log, self._clock = log, clock
         self._waits: list[_Wait] = []
         self._longest_s: dict[str, float] = {}
+        self._last_line_s = clock()
         self._logged_silence_s: dict[str, float] = {}
 
     @contextmanager
     def waiting_for(self, subject: str) -> Iterator[None]:
         """Log that the run is waiting for ``subject`` if the block takes longer than usual.
 
-        The limit is ``FIRST_S``, or twice the longest earlier wait for ``subject`` if that is more. It is at most 55 s.
+        The limit is ``FIRST_S``, or twice the longest earlier wait for ``subject`` if that is more. The wait is also
+        logged if the user has seen no line for 55 s: neither a wait nor, by :meth:`note_progress`, a finished step.
         """
         usual_s = _USUAL_FACTOR * self._longest_s.get(subject, 0.0)
-        wait = _Wait(subject, self._clock(), min(max(FIRST_S, usual_s), _LONGEST_S))
+        wait = _Wait(subject, self._clock(), max(FIRST_S, usual_s))
         self._waits.append(wait)
         try:
             yield
@@ -46,6 +48,10 @@ class WaitLog:
             self._waits.remove(wait)
             waited_s = self._clock() - wait.began_s
             self._longest_s[subject] = max(waited_s, self._longest_s.get(subject, 0.0))
+
+    def note_progress(self) -> None:
+        """Note that the run shows its progress now."""
+        self._last_line_s = self._clock()
 
     def forget(self, process: str) -> None:
         """Forget how long ``process`` was silent, because it has been replaced."""
@@ -60,9 +66,10 @@ class WaitLog:
         if not self._waits:
             return
         wait = self._waits[-1]
-        waited_s = self._clock() - wait.began_s
-        if waited_s >= wait.log_after_s:
-            wait.log_after_s = _after(waited_s)
+        now_s = self._clock()
+        waited_s = now_s - wait.began_s
+        if waited_s >= wait.log_after_s or now_s - self._last_line_s >= _LONGEST_S:
+            wait.log_after_s, self._last_line_s = max(wait.log_after_s, 2 * waited_s), now_s
             self._log(f"waiting for {wait.subject} for {waited_s:.0f} s")
 
     def _log_silence(self, silent: Mapping[str, float], limit_s: float) -> None:
@@ -71,11 +78,6 @@ class WaitLog:
             if silent_s < logged_s:
                 self._log(f"{process} answers again, after more than {logged_s:.0f} s")
                 del self._logged_silence_s[process]
-            elif silent_s >= max(min(FIRST_S, limit_s / 2), _after(logged_s)):
+            elif silent_s >= max(min(FIRST_S, limit_s / 2), 2 * logged_s):
                 self._logged_silence_s[process] = silent_s
                 self._log(f"waiting for {process}: no answer for {silent_s:.0f} s (limit {limit_s:g} s)")
-
-
-def _after(logged_s: float) -> float:
-    """Return when a wait is logged again that was logged after ``logged_s`` seconds."""
-    return min(2 * logged_s, logged_s + _LONGEST_S)

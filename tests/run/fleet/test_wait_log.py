@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
@@ -49,13 +48,28 @@ def test_a_wait_as_long_as_usual_is_not_logged(clock: Clock) -> None:
     log, logged, at = log_with(clock)
     for begin_s in (0, 100):
         clock.now_s = begin_s
+        log.note_progress()
         with log.waiting_for("a training step"):
             at(begin_s + 15)
     clock.now_s = 200
+    log.note_progress()
     with log.waiting_for("a training step"):
         at(229)
         at(231)
     assert logged == ["waiting for a training step for 15 s", "waiting for a training step for 31 s"]
+
+
+def silences_s(logged: list[str], at: Callable[..., None], clock: Clock, seconds: int) -> list[float]:
+    """Let so many seconds pass; return how long the log was silent before each of its lines."""
+    begin_s = last_s = clock.now_s
+    silences = []
+    for now_s in (begin_s + second for second in range(seconds)):
+        count = len(logged)
+        at(now_s)
+        if len(logged) > count:
+            silences.append(now_s - last_s)
+            last_s = now_s
+    return silences
 
 
 @pytest.mark.parametrize("earlier_s", [0.0, 700.0], ids=["first", "usual"])
@@ -63,21 +77,31 @@ def test_no_wait_is_silent_for_a_minute(clock: Clock, earlier_s: float) -> None:
     log, logged, at = log_with(clock)
     with log.waiting_for("a batch"):
         clock.now_s += earlier_s
-    began_s, logged_s = clock.now_s, [0.0]
+    log.note_progress()
     with log.waiting_for("a batch"):
-        for waited_s in range(1000):
-            count = len(logged)
-            at(began_s + waited_s)
-            logged_s += [waited_s] * (len(logged) - count)
-    gaps_s = [later - earlier for earlier, later in pairwise([*logged_s, 1000.0])]
-    assert max(gaps_s) < 60 and len(gaps_s) < 25
+        silences = silences_s(logged, at, clock, 300)
+    assert silences == ([55.0] * 5 if earlier_s else [10.0, 10.0, 20.0, 40.0, 55.0, 55.0, 55.0])
 
 
-def test_a_process_is_not_silent_for_a_minute_without_a_line(clock: Clock) -> None:
-    _, logged, at = log_with(clock)
-    for silent_s in range(200):
-        at(silent_s, **{"replica-0": silent_s})
-    assert [line.split()[6] for line in logged] == ["10", "20", "40", "80", "135", "190"]
+def test_usual_waits_one_after_another_are_not_silent_for_a_minute(clock: Clock) -> None:
+    log, logged, at = log_with(clock)
+    for subject in ("a batch", "a training step"):
+        with log.waiting_for(subject):
+            clock.now_s += 40.0
+    log.note_progress()
+    for subject in ("a batch", "a training step"):
+        with log.waiting_for(subject):
+            silences_s(logged, at, clock, 41)
+    assert logged == ["waiting for a training step for 15 s"]
+
+
+def test_a_run_that_shows_its_steps_logs_no_short_waits(clock: Clock) -> None:
+    log, logged, at = log_with(clock)
+    for _ in range(100):
+        with log.waiting_for("a training step"):
+            silences_s(logged, at, clock, 9)
+        log.note_progress()
+    assert logged == []
 
 
 def test_a_silent_process_is_logged_and_so_is_its_return(clock: Clock) -> None:
