@@ -462,10 +462,8 @@ def _check_segments(row: Trajectory, settings: WorkflowSettings) -> None:
         raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {settings.max_length}")
     if ids.min() < 0 or ids.max() >= settings.vocabulary:
         raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
-    if not all(np.isfinite(part.rewards).all() for part in row.segments if part.rewards is not None):
-        raise ValueError("the reward of a turn or a token is not a finite number")
-    if not all(np.isfinite(part.logprobs).all() for part in row.segments if part.logprobs is not None):
-        raise ValueError("the log-probability of a token is not a finite number")
+    if not all(np.isfinite(x).all() for part in row.segments for x in (part.rewards, part.logprobs) if x is not None):
+        raise ValueError("a token's log-probability, or the reward of a turn or a token, is not a finite number")
 
 
 def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> None:

@@ -28,7 +28,7 @@ from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
 
 _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
-_HEADER_S = 20.0
+HEADER_S = 20.0
 """A connection is closed if the header of a request is not complete after this time."""
 
 
@@ -187,7 +187,7 @@ class _ImpatientProtocol(H11Protocol):
     def _limit_wait(self) -> None:
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
-            self._due_s = self._due_s or self.loop.time() + _HEADER_S
+            self._due_s = self._due_s or self.loop.time() + HEADER_S
             self.timeout_keep_alive_task = self.loop.call_at(self._due_s, self.timeout_keep_alive_handler)
 
 

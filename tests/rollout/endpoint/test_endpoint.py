@@ -358,7 +358,7 @@ async def test_a_connection_without_a_request_is_closed(endpoint: Endpoint, poli
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     body = json.dumps({"model": "policy", "messages": [USER]}).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "_HEADER_S", 0.3)
+        patch.setattr(server_module, "HEADER_S", 0.3)
         opened = [await asyncio.open_connection(url.hostname, url.port) for _ in range(4)]
         opened[1][1].write(head)
         opened[2][1].write(head + b"1000000\r\n\r\n")
