@@ -1,7 +1,7 @@
 """A mailbox in the run directory: ``hwrl scale`` writes a request, and the run writes the answer.
 
-Each request has two files of its own. Whoever unlinks the request decides: the run has taken it, or its sender has
-withdrawn it.
+Each request has two files of its own. The process that unlinks the request decides: the run takes it, or its sender
+withdraws it.
 
 The run itself adds and removes replicas in ``Replicas.scale``. Everybody with write access to the run directory may
 scale the run. This module imports neither torch nor Ray.
@@ -14,6 +14,7 @@ import os
 import stat
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -66,6 +67,33 @@ class ScaleRequests:
                 prefix, suffix = _REQUEST.split("{}")
                 return ScaleRequest(path.name.removeprefix(prefix).removesuffix(suffix), replicas)
         return None
+
+    def carry_out(
+        self,
+        request: ScaleRequest,
+        *,
+        scale: Callable[[int], str],
+        record: Callable[[int], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """Scale to the requested number, log the outcome that ``scale`` returns, ``record`` the number, and answer.
+
+        If ``scale`` raises an HwrlError, nothing has changed, and it is the answer. If ``record`` raises
+        RunDirectoryError, the answer is the outcome with a warning.
+        """
+        try:
+            outcome = scale(request.replicas)
+        except HwrlError as error:
+            self.answer(request, error=error)
+            return
+        log(outcome)
+        try:
+            record(request.replicas)
+        except RunDirectoryError as error:
+            warning = f"warning: {error.what}: {error.why}; {error.fix}"
+            log(warning)
+            outcome = f"{outcome}\n{warning}"
+        self.answer(request, text=outcome)
 
     def answer(self, request: ScaleRequest, *, text: str = "", error: HwrlError | None = None) -> None:
         """Write the outcome of ``request`` for its sender. If the write fails, the sender gets no answer."""

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-import hwrl.run.scaling
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.run.config import parse_config
-from hwrl.run.run_directory import claimed_directory
+from hwrl.run.config import Config, parse_config
+from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import ScaleRequest, ScaleRequests, request_replicas
 
 
+def config_of(directory: Path) -> Config:
+    settings = {"dir": directory, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+    return parse_config({**settings, "reward": {"function": "m:f"}})
+
+
 def test_a_request_during_the_start_waits_for_the_run_and_one_from_before_is_removed(tmp_path: Path) -> None:
-    settings = {"dir": tmp_path, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-    config = parse_config({**settings, "reward": {"function": "m:f"}})
     old = tmp_path / "scale_request.old.json"
     old.write_text('{"replicas": 9}')
-    with claimed_directory(config):
+    with claimed_directory(config_of(tmp_path)):
         assert ScaleRequests(tmp_path).poll() is None and not old.exists()
         (tmp_path / "scale_request.new.json").write_text('{"replicas": 2}')
         for _ in range(2):  # the trainers die while the run begins, and it begins again
@@ -33,9 +39,7 @@ def test_a_request_during_the_start_waits_for_the_run_and_one_from_before_is_rem
 def test_a_run_that_cannot_have_the_directory_leaves_the_requests_of_the_run_there(tmp_path: Path) -> None:
     (tmp_path / "scale_request.1.json").write_text('{"replicas": 2}')
     (tmp_path / "model").mkdir()  # not from a run
-    settings = {"dir": tmp_path, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-    config = parse_config({**settings, "reward": {"function": "m:f"}})
-    with pytest.raises(ConfigError, match="would overwrite model"), claimed_directory(config):
+    with pytest.raises(ConfigError, match="would overwrite model"), claimed_directory(config_of(tmp_path)):
         pass
     assert ScaleRequests(tmp_path).poll() == ScaleRequest("1", 2)
 
@@ -54,6 +58,32 @@ def test_a_request_that_the_run_has_taken_is_not_said_to_be_withdrawn(
     monkeypatch.setattr("hwrl.run.scaling.find_owner", lambda directory: "a run")
     with pytest.raises(RunDirectoryError, match=r"it has taken the request[\s\S]*look at its log for the outcome"):
         request_replicas(tmp_path, 2, timeout_s=5.0)
+
+
+def scaled(directory: Path, scale: Callable[[int], str]) -> tuple[dict[str, Any], list[str]]:
+    """Carry out a request of 2 replicas; return the answer and the log."""
+    logged: list[str] = []
+    record = partial(record_replicas, config_of(directory))
+    ScaleRequests(directory).carry_out(ScaleRequest("1", 2), scale=scale, record=record, log=logged.append)
+    return json.loads((directory / "scale_answer.1.json").read_text()), logged
+
+
+def test_a_run_that_has_scaled_says_so_even_if_its_configuration_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    answer, logged = scaled(tmp_path, lambda count: f"1 → {count} replicas")
+    assert answer["error"] is None and answer["text"].splitlines() == logged
+    outcome, warning = logged
+    assert outcome == "1 → 2 replicas"
+    assert warning.startswith("warning: ") and "config.yaml cannot be written" in warning and "a resumed" in warning
+
+
+def test_a_run_that_has_not_scaled_answers_with_the_reason(tmp_path: Path) -> None:
+    def refuse(count: int) -> str:
+        raise ConfigError("there are no devices")
+
+    answer, logged = scaled(tmp_path, refuse)
+    assert answer["error"]["what"] == "there are no devices" and logged == []
+    assert not (tmp_path / "config.yaml").exists()
 
 
 def test_each_sender_gets_its_own_answer_and_withdraws_only_its_own_request(tmp_path: Path) -> None:
@@ -91,13 +121,12 @@ def test_requests_are_taken_in_their_order(tmp_path: Path) -> None:
 def test_a_request_that_is_withdrawn_while_the_run_reads_it_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, read = tmp_path / "scale_request.1.json", hwrl.run.scaling._read
+    path = tmp_path / "scale_request.1.json"
     path.write_text('{"replicas": 2}')
 
-    def read_then_withdraw(path: Path) -> dict[str, object] | None:
-        content = read(path)
+    def withdraw_and_parse(content: bytes) -> object:
         path.unlink()
-        return content
+        return json.loads(content)
 
-    monkeypatch.setattr("hwrl.run.scaling._read", read_then_withdraw)
+    monkeypatch.setattr("hwrl.run.scaling.json", SimpleNamespace(loads=withdraw_and_parse))
     assert ScaleRequests(tmp_path).poll() is None

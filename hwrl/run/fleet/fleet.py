@@ -13,7 +13,7 @@ import ray
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import open_warning, serve_store, store_address
 from hwrl.discovery import get_backend
-from hwrl.errors import HwrlError, RunDirectoryError, attempt_all
+from hwrl.errors import attempt_all
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
@@ -178,19 +178,12 @@ class Fleet:
         """Carry out a request of ``hwrl scale``, write the new number to the run's config.yaml, and answer."""
         assert self._requests is not None, "the request came from it"
         before = self.replicas.wanted
-        try:
-            outcome = f"{before} → {request.replicas} replicas: {self.replicas.scale(request.replicas)}"
-        except HwrlError as error:
-            self._requests.answer(request, error=error)
-            return
-        self._log(outcome, kind="scale")
-        try:
-            record_replicas(self._config, request.replicas)
-        except RunDirectoryError as error:
-            warning = f"warning: {error.what}: {error.why}; {error.fix}"
-            self._log(warning, kind="scale")
-            outcome = f"{outcome}\n{warning}"
-        self._requests.answer(request, text=outcome)
+        self._requests.carry_out(
+            request,
+            scale=lambda count: f"{before} → {count} replicas: {self.replicas.scale(count)}",
+            record=partial(record_replicas, self._config),
+            log=partial(self._log, kind="scale"),
+        )
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
