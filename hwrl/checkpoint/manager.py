@@ -78,6 +78,9 @@ class CheckpointManager:
     save or captures its state. So the ranks must finish these two within ``timeout_s`` of each other. A rank that is
     late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
 
+    If another process holds the directory's lock, the constructor waits up to ``lock_wait_s`` seconds, and then raises
+    CheckpointError. Give more time if the owner may be on a machine that was cut off, and still end.
+
     Nodes: the ranks either share one directory, or each host has a directory on its own disk. The manager finds this
     out. A node is the set of ranks that share one directory; on a shared file system, the ranks of all hosts are one
     node. Each node has its own lock, tracker and part of every checkpoint. While ``after_commit`` runs, the trackers of
@@ -124,6 +127,7 @@ class CheckpointManager:
         group: Group | None = None,
         backend: Backend | None = None,
         timeout_s: float = 120.0,
+        lock_wait_s: float = 1.0,
         fs: DurableFS | None = None,
         tuning: SaveTuning | None = None,
     ) -> None:
@@ -142,7 +146,7 @@ class CheckpointManager:
         try:
             with self._agreement.vote():
                 if node.agreement.leads:
-                    self._locked_directory = CheckpointDirectory(self.directory, fs)
+                    self._locked_directory = CheckpointDirectory(self.directory, fs, lock_wait_s=lock_wait_s)
             newest = gather_inventory(self._agreement, self._locked_directory).newest
             with self._agreement.vote():
                 self._correct_tracker(newest)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.lock import DirectoryLock
+from hwrl.checkpoint.directory.lock import PATIENCE_S, DirectoryLock
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
 from hwrl.errors import CheckpointError
 
@@ -32,17 +32,18 @@ _log = logging.getLogger(__name__)
 class CheckpointDirectory:
     """The single writer of a directory with checkpoints, until :meth:`close`.
 
-    Opening it takes a lock, and removes what a dead writer left unfinished. The lock ends with the process.
+    Opening it takes a lock, and removes what a dead writer left unfinished. The lock ends with the process. If another
+    process has it, opening waits up to ``lock_wait_s``.
 
     If each node has its own disk, each node has its own directory. It holds this node's part of each checkpoint, and a
     checkpoint is complete when every node holds its part. This class knows one node's directory only.
     """
 
-    def __init__(self, path: Path, fs: DurableFS) -> None:
+    def __init__(self, path: Path, fs: DurableFS, *, lock_wait_s: float = PATIENCE_S) -> None:
         self.path, self._fs = path, fs
         with os_errors_as_checkpoint_errors(path):
             fs.mkdir(path)
-            self._lock = DirectoryLock(path)
+            self._lock = DirectoryLock(path, wait_s=lock_wait_s)
         try:
             with os_errors_as_checkpoint_errors(path):
                 _read_tracker(path)  # if a directory has the tracker's name, fail now and not after a save

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -17,7 +18,9 @@ from pathlib import Path
 from hwrl.errors import CheckpointError
 
 LOCK_NAME = ".hwrl.lock"
-_PATIENCE_S = 1.0  # how long to retry: :func:`find_owner` holds the lock for a moment
+PATIENCE_S = 1.0
+"""How long to wait for the lock at least: :func:`find_owner` holds it for a moment."""
+_log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
@@ -31,10 +34,10 @@ class DirectoryLock:
     messages only. The file is never removed: two processes could then lock two different files with the same name.
 
     Raises CheckpointError with the owner's name if another process, or another object in this process, holds the lock
-    for a second. Raises OSError if the file cannot be written.
+    for ``wait_s``. Raises OSError if the file cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, wait_s: float = PATIENCE_S) -> None:
         # Without O_NOFOLLOW, the name of the owner would overwrite the target of a symbolic link.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(directory / LOCK_NAME, flags, 0o644)
@@ -42,7 +45,7 @@ class DirectoryLock:
         # At exit, threads may still write. So the finalizer must not release the lock; the end of the process does.
         self._close.atexit = False
         try:
-            _acquire(descriptor, directory)
+            _acquire(descriptor, directory, max(wait_s, PATIENCE_S))
         except BaseException:
             self.close()
             raise
@@ -67,16 +70,19 @@ def find_owner(directory: Path) -> str | None:
     return None
 
 
-def _acquire(descriptor: int, directory: Path) -> None:
-    deadline_s = time.monotonic() + _PATIENCE_S
+def _acquire(descriptor: int, directory: Path, wait_s: float) -> None:
+    began_s, is_logged = time.monotonic(), False
     while not _try_acquire(descriptor):
-        if time.monotonic() > deadline_s:
+        waited_s = time.monotonic() - began_s
+        owner = _describe_owner(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+        if waited_s > wait_s:
             raise CheckpointError(
-                f"{directory} already has a writer",
-                why=_describe_owner(os.read(descriptor, 4096).decode(errors="replace")),
-                fix="end that run, or choose another directory",
+                f"{directory} already has a writer", why=owner, fix="end that run, or choose another directory"
             )
-        time.sleep(0.01)
+        if waited_s > PATIENCE_S and not is_logged:
+            is_logged = True
+            _log.warning("waiting up to %g s for the lock of %s: %s", wait_s, directory, owner)
+        time.sleep(0.01 if waited_s < PATIENCE_S else 0.1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
     with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes every byte or raises

@@ -67,6 +67,11 @@ from hwrl.train import (
 from hwrl.user_code import load_function
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
+_LOCK_WAIT_S = 150.0
+"""How long a trainer waits for the checkpoints' lock. The trainer before it may be on a host that was cut off. Ray's
+process there ends it when it meets the cluster again, or a minute after it lost it; a file server takes up to 90 s more
+to free the locks of a client that it cannot reach."""
+
 
 def prepare_process(*, threads: int, device: int = 0) -> None:
     """Make ``device``, an index among the visible ones, the current device; compute with ``threads`` host threads."""
@@ -368,11 +373,12 @@ def build_co_senders(store: Any) -> dict[str, CoSender]:
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:
-    """Return the checkpoint manager of the run directory."""
+    """Return the checkpoint manager of the run directory. Waits for the lock of a predecessor that still ends."""
     return CheckpointManager(
         config.dir / "checkpoints",
         max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
         async_save=config.checkpoint.async_save,
         staging=config.checkpoint.staging,
         group=group,
+        lock_wait_s=_LOCK_WAIT_S,
     )

@@ -1,6 +1,7 @@
 """One process writes to a directory of checkpoints. Others are refused, with its name. A dead process holds no lock."""
 
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -77,6 +78,22 @@ def test_a_lock_file_that_says_nonsense_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_bytes(b"\xff")
     assert find_owner(tmp_path) == "its owner has not written its name into the lock file"
     lock.close()
+
+
+def test_with_patience_a_manager_waits_for_the_end_of_the_writer_before_it(tmp_path: Path) -> None:
+    before = _manager(tmp_path)
+
+    class EndsTheWriter(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert f"process {os.getpid()} on " in record.getMessage()
+            before.close()
+
+    logger, handler = logging.getLogger("hwrl.checkpoint"), EndsTheWriter()
+    logger.addHandler(handler)
+    try:
+        CheckpointManager(tmp_path, backend=CpuBackend(INFO), lock_wait_s=60.0).close()
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_who_only_asks_for_the_owner_keeps_nobody_out(tmp_path: Path) -> None:
