@@ -36,9 +36,10 @@ from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import metrics_of, short_repr
+from hwrl.rollout.reward import short_repr
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.rollout.tracing import SpanLog, current_log, trace_with
+from hwrl.rollout.workflow_checks import checked_sample
 from hwrl.user_code import load_function
 
 if TYPE_CHECKING:
@@ -418,7 +419,9 @@ class WorkflowGenerator(SampleGenerator):
             try:
                 async with limit:
                     result = await self._workflow(run.client, run.group.prompt)
-                return _checked(result, self._settings)
+                return checked_sample(
+                    result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary
+                )
             except GeneratorExit:  # nobody runs this coroutine any longer
                 raise
             except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
@@ -436,34 +439,6 @@ class WorkflowGenerator(SampleGenerator):
         if (log := current_log()) is not None:
             log.add_generation(response, begin_unix_s)
         return response
-
-
-def _checked(result: Trajectory | Sequence[Trajectory], settings: WorkflowSettings) -> Sequence[Trajectory]:
-    """Return a run's trajectories, with float numbers. Raises ValueError or DataError if they cannot be trained."""
-    sample = (result,) if isinstance(result, Trajectory) else result
-    is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
-    if not is_sample or not sample:
-        raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
-    for row in sample:
-        _check_segments(row, settings)
-    return [_with_floats(row) for row in sample]
-
-
-def _with_floats(row: Trajectory) -> Trajectory:
-    """Return ``row`` with its reward and metrics as floats: a user's number may be of any type, such as a tensor."""
-    metrics = metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
-    reward = metrics.pop("reward")
-    return replace(row, reward=None if row.reward is None else reward, metrics=metrics)
-
-
-def _check_segments(row: Trajectory, settings: WorkflowSettings) -> None:
-    ids = np.concatenate([segment.token_ids for segment in row.trained_segments])
-    if len(ids) > settings.max_length:
-        raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {settings.max_length}")
-    if ids.min() < 0 or ids.max() >= settings.vocabulary:
-        raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
-    if not all(np.isfinite(x).all() for part in row.segments for x in (part.rewards, part.logprobs) if x is not None):
-        raise ValueError("a token's log-probability, or the reward of a turn or a token, is not a finite number")
 
 
 def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> None:
