@@ -169,14 +169,15 @@ class Pipeline:
         self._batch_is_open = False
         if resume:
             self._log_restored(restored)
+        earlier = () if self._opened_report is None else self._opened_report.trackers
         if self._opened_report is not None:
-            self._opened_report.close("interrupted")
+            self._opened_report.close("interrupted", waits=False)
         self._opened_report = RunReport(
             self._config.dir,
             log=self._view.log,
             resume_step=self.step,
             tensorboard=TENSORBOARD in self._config.report.trackers,
-            trackers=start_trackers(self._config, resume_step=self.step, log=self._view.log),
+            trackers=start_trackers(self._config, resume_step=self.step, log=self._view.log, earlier=earlier),
         )
         self._rates.go_back(self._report.history)
 

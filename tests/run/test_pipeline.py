@@ -15,6 +15,7 @@ from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.report import PROMPTS, read_metrics
+from hwrl.user_code import load_function
 from tests.support.finished_groups import finished
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
@@ -355,6 +356,52 @@ def test_a_signal_during_the_export_does_not_interrupt_a_run_for_trackers(
     data = {"train": tmp_path, "eval": tmp_path}
     train(tmp_path, fleet_class(tmp_path, interrupts), interrupts, data=data, report=trackers)
     assert (tmp_path / "status").read_text() == status
+
+
+SLOW_TRACKER = """
+import threading
+from hwrl.interfaces import Tracker
+
+seen, step_two = [], threading.Event()
+
+def trained():
+    step_two.set()
+
+def what_was_seen():
+    return seen
+
+class Slow(Tracker):
+    def __init__(self, options):
+        pass
+
+    def start(self, run):
+        seen.append(f"start after step {run.resume_step}")
+
+    def log(self, metrics, *, step):
+        pass
+
+    def finish(self, status):
+        seen.append(f"{status} {'during' if step_two.wait(20) else 'before'} step 2")
+"""
+
+
+class SlowTrackerSeesADeath(TrainerDiesInStepTwo):
+    """The tracker's finish returns when the run has trained step 2, after the trainer's restart."""
+
+    def step(self, groups: list[Any]) -> StepOutcome:
+        outcome = super().step(groups)
+        if self._step == 2:
+            load_function(f"{self._home}/slow.py:trained", key="a test")()
+        return outcome
+
+
+def test_a_slow_tracker_does_not_delay_the_trainers_recovery(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_TRACKER)
+    target = f"{tmp_path}/slow.py:Slow"
+    logged = train(tmp_path, SlowTrackerSeesADeath(tmp_path, DurableFS()), Interrupts(), report={"trackers": [target]})
+    seen = load_function(f"{tmp_path}/slow.py:what_was_seen", key="a test")()
+    assert seen == ["start after step 0", "interrupted during step 2", "start after step 1", "finished during step 2"]
+    assert "the tracker" not in logged
 
 
 class EvaluationsAreLost(EvaluatingFleet):

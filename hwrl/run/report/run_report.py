@@ -64,7 +64,7 @@ class RunReport:
         self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
         self._started_s = time.perf_counter()
         self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
-        self._trackers = trackers
+        self.trackers = trackers
         self._samples: AppendedFile | None = None
         self._takes_samples = False
         with self._optional(f"{directory / SAMPLES}"):
@@ -126,10 +126,16 @@ class RunReport:
                 file.sync()
                 self._fs.sync_directory(self._directory)
 
-    def close(self, status: RunStatus = "finished") -> None:
-        """Finish the trackers with ``status``, draw the reward curve, and close the files."""
-        for tracker in self._trackers:
-            tracker.finish(status)
+    def close(self, status: RunStatus = "finished", *, waits: bool = True) -> None:
+        """Finish the trackers with ``status``, draw the reward curve, and close the files.
+
+        Without ``waits`` the trackers finish while the run goes on.
+        """
+        for tracker in self.trackers:
+            if waits:
+                tracker.finish(status)
+            else:
+                tracker.begin_finish(status)
         self._metrics.close()
         self._prompts.close()
         if self._samples is not None:
@@ -153,11 +159,11 @@ class RunReport:
 
     def trace(self, traces: Sequence[PromptTrace]) -> None:
         """Send the traces of a step's prompts to the trackers. Does not block."""
-        for tracker in self._trackers if traces else ():
+        for tracker in self.trackers if traces else ():
             tracker.trace(traces)
 
     def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.log(metrics, step=step)
         if self._events is None:
             return

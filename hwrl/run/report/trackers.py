@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
 from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
-from hwrl.errors import EngineError, HwrlError
+from hwrl.errors import DataError, EngineError, HwrlError
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.user_code import load_function
@@ -27,16 +28,26 @@ _Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Calls a tracker from a thread of its own. After its first error, which is logged, it gets no more calls.
+    """Makes and calls a tracker in a thread of its own. After its first error, which is logged, it gets no more calls.
 
-    ``log`` is called in the thread of the caller, not in the tracker's.
+    ``make`` makes the tracker, as soon as that of ``earlier`` has ended. ``log`` is called in the thread of the caller,
+    not in the tracker's.
     """
 
-    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, *, log: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._log_line = name, tracker, log
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        run: TrackedRun,
+        *,
+        log: Callable[[str], None],
+        earlier: TrackerThread | None = None,
+    ) -> None:
+        self.name = name
+        self._make, self._log_line, self._earlier = make, log, earlier
         self._calls: Queue[_Call | None] = Queue(_MAX_WAITING)
         self._error: str | None = None
-        self._over = False
+        self._over = self._finishes = False
         self._thread = threading.Thread(target=self._work, name=f"hwrl tracker {name}", daemon=True)
         self._submit(lambda tracker: tracker.start(run))
         self._thread.start()
@@ -51,15 +62,21 @@ class TrackerThread:
 
     def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
         """Finish the tracker and wait for it, up to ``timeout_s``. A second call does nothing."""
+        self.begin_finish(status)
         if self._over:
             return
-        self._submit(lambda tracker: tracker.finish(status))
-        self._submit(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._error is None:
             self._error = f"it did not finish within {timeout_s:g} s"
         self._report_error()
         self._over = True
+
+    def begin_finish(self, status: RunStatus) -> None:
+        """Tell the tracker to finish. Does not block. The thread that gets this one as ``earlier`` logs its error."""
+        if not self._finishes:
+            self._finishes = True
+            self._submit(lambda tracker: tracker.finish(status))
+            self._submit(None)
 
     def _submit(self, call: _Call | None) -> None:
         if self._error is None:
@@ -70,14 +87,19 @@ class TrackerThread:
         self._report_error()
 
     def _report_error(self) -> None:
+        if self._earlier is not None:
+            self._earlier._report_error()
         if self._error is not None and not self._over:
             self._over = True
-            self._log_line(f"the tracker {self._name} failed ({self._error}); the run continues without it")
+            self._log_line(f"the tracker {self.name} failed ({self._error}); the run continues without it")
 
     def _work(self) -> None:
         try:
-            while (call := self._calls.get()) is not None:
-                call(self._tracker)
+            if self._earlier is not None:
+                self._earlier._thread.join()
+            tracker = self._make()
+            while self._error is None and (call := self._calls.get()) is not None:
+                call(tracker)
         except BaseException as exc:  # noqa: BLE001 - foreign code, which may even call sys.exit; the run logs it
             self._error = f"{type(exc).__name__}: {exc}" if str(exc) else repr(exc)
 
@@ -85,14 +107,24 @@ class TrackerThread:
 def make_tracker(config: Config, name: str) -> Tracker:
     """Return the tracker ``name`` without starting it. It comes from a plugin or from a user's ``file.py:function``.
 
-    Raises ConfigError, DataError or EngineError.
+    Raises ConfigError, DataError or EngineError. Any other error of the function or the plugin is a DataError.
     """
     options = config.report.tracker_options.get(name, {})
     if ":" in name:
-        tracker = load_function(name, key="report.trackers")(options)
+        make = partial(load_function(name, key="report.trackers"), options)
     else:
-        make = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
-        tracker = make(options=options)
+        hook = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
+        make = partial(hook, options=options)
+    try:
+        tracker = make()
+    except HwrlError:
+        raise
+    except (Exception, SystemExit) as exc:
+        raise DataError(
+            f"the tracker {name} cannot be made",
+            why=f"{type(exc).__name__}: {exc}",
+            fix="correct its function, or report.tracker_options",
+        ) from exc
     if not isinstance(tracker, Tracker):
         raise EngineError(
             f"report.trackers={name} cannot be used",
@@ -102,22 +134,33 @@ def make_tracker(config: Config, name: str) -> Tracker:
     return tracker
 
 
-def start_trackers(config: Config, *, resume_step: int, log: Callable[[str], None]) -> list[TrackerThread]:
-    """Start all trackers of the run except TensorBoard. Errors are logged."""
-    started = []
-    for name in config.report.trackers:
-        if name == TENSORBOARD:
-            continue
-        try:
-            run = tracked_run(config, resume_step=resume_step)
-            started.append(TrackerThread(name, make_tracker(config, name), run, log=log))
-        except (OSError, HwrlError) as exc:
-            log(f"the tracker {name} cannot start ({exc}); the run continues without it")
-    return started
+def start_trackers(
+    config: Config, *, resume_step: int, log: Callable[[str], None], earlier: Sequence[TrackerThread] = ()
+) -> list[TrackerThread]:
+    """Start all trackers of the run except TensorBoard. Errors are logged. Does not block.
+
+    ``earlier`` are the threads of the time before a resume: a tracker starts when the one of the same name has ended.
+    """
+    names = [name for name in config.report.trackers if name != TENSORBOARD]
+    if not names:
+        return []
+    try:
+        run = tracked_run(config, resume_step=resume_step)
+    except Exception as exc:  # noqa: BLE001 - for example an unreadable file with the run's id; it is logged
+        log(f"the trackers {', '.join(names)} cannot start ({exc}); the run continues without them")
+        return []
+    before = {thread.name: thread for thread in earlier}
+    return [
+        TrackerThread(name, partial(make_tracker, config, name), run, log=log, earlier=before.get(name))
+        for name in names
+    ]
 
 
 def tracked_run(config: Config, *, resume_step: int) -> TrackedRun:
-    """Return the run as trackers see it. The first call writes the run's id to the run directory. Raises OSError."""
+    """Return the run as trackers see it. The first call writes the run's id to the run directory.
+
+    Raises OSError, or ValueError if the file with the id is not text.
+    """
     path: Path = config.dir / RUN_ID
     run_id = path.read_text(encoding="ascii").strip() if path.exists() else ""
     if not run_id:

@@ -96,7 +96,8 @@ def test_the_ledger_tells_the_spans_of_the_traced_prompts_of_a_batch() -> None:
 def test_the_report_hands_traces_to_each_tracker(tmp_path: Path) -> None:
     tracker = Traced()
     run = TrackedRun("0" * 32, "sorting", tmp_path, {}, 0)
-    report = RunReport(tmp_path, log=pytest.fail, trackers=[TrackerThread("mine", tracker, run, log=pytest.fail)])
+    thread = TrackerThread("mine", lambda: tracker, run, log=pytest.fail)
+    report = RunReport(tmp_path, log=pytest.fail, trackers=[thread])
     report.trace(traces := list(finish_traces({7: SPANS}, TIMES)))
     report.close("interrupted")
     assert tracker.traces == traces

@@ -51,7 +51,7 @@ class Recorder(Tracker):
 
 def test_a_tracker_gets_everything_in_order_in_its_own_thread() -> None:
     tracker = Recorder()
-    thread = TrackerThread("mine", tracker, RUN, log=pytest.fail)
+    thread = TrackerThread("mine", lambda: tracker, RUN, log=pytest.fail)
     for step in (1, 2):
         thread.log({"reward/mean": 0.5}, step=step)
     thread.finish("finished")
@@ -69,7 +69,7 @@ def test_a_tracker_gets_everything_in_order_in_its_own_thread() -> None:
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 def test_an_error_is_logged_once_and_ends_the_tracking_only(fails: str, error: type[BaseException]) -> None:
     tracker, logged = Recorder(fails, lambda: error("no network")), list[str]()
-    thread = TrackerThread("mine", tracker, RUN, log=logged.append)
+    thread = TrackerThread("mine", lambda: tracker, RUN, log=logged.append)
     for step in range(1, 4):
         thread.log({}, step=step)
     thread.finish("finished")
@@ -85,14 +85,14 @@ def test_a_tracker_that_hangs_delays_the_end_only_up_to_a_limit() -> None:
         def log(self, metrics: Mapping[str, float], *, step: int) -> None:
             release.wait(60)
 
-    thread = TrackerThread("mine", Hanging(), RUN, log=logged.append)
+    thread = TrackerThread("mine", Hanging, RUN, log=logged.append)
     for step in range(20_000):
         thread.log({}, step=step)
     thread.finish("finished", timeout_s=0.2)
     release.set()
     (told,) = logged
     assert "10,000 of its calls are waiting" in told
-    slow = TrackerThread("slow", Hanging(), RUN, log=logged.append)
+    slow = TrackerThread("slow", Hanging, RUN, log=logged.append)
     release.clear()
     slow.log({}, step=1)
     slow.finish("finished", timeout_s=0.2)
@@ -102,7 +102,8 @@ def test_a_tracker_that_hangs_delays_the_end_only_up_to_a_limit() -> None:
 
 def test_the_report_sends_metrics_and_amendments_and_the_status(tmp_path: Path) -> None:
     tracker = Recorder()
-    report = RunReport(tmp_path, log=pytest.fail, trackers=[TrackerThread("mine", tracker, RUN, log=pytest.fail)])
+    thread = TrackerThread("mine", lambda: tracker, RUN, log=pytest.fail)
+    report = RunReport(tmp_path, log=pytest.fail, trackers=[thread])
     report.add(1, {"reward/mean": 0.5}, prompts=[])
     report.amend({"eval/reward": 0.25})
     report.close("interrupted")
@@ -161,8 +162,78 @@ def test_a_tracker_that_cannot_be_made_is_an_error_before_the_run(
 
 def test_a_tracker_that_is_gone_after_a_resume_does_not_end_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
-    assert start_trackers(configured(tmp_path, "report.trackers=[gone]"), resume_step=3, log=logged.append) == []
-    assert len(logged) == 1 and "the tracker gone cannot start" in logged[0]
+    (thread,) = start_trackers(configured(tmp_path, "report.trackers=[gone]"), resume_step=3, log=logged.append)
+    thread.log({}, step=4)
+    thread.finish("finished")
+    assert len(logged) == 1 and "the tracker gone failed (ConfigError" in logged[0]
+
+
+FAILING = """
+import sqlite3
+import sys
+
+def database(options):
+    sqlite3.connect("/nowhere/metrics.db")
+
+def option(options):
+    return options["projct"]
+
+def leaves(options):
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [("database", "OperationalError: unable to open"), ("option", "KeyError: 'projct'"), ("leaves", "SystemExit: 3")],
+)
+def test_any_error_of_a_users_tracker_is_told_before_the_run_and_ends_no_run(
+    tmp_path: Path, function: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(FAILING)
+    name, logged = f"{tmp_path}/mine.py:{function}", list[str]()
+    config = configured(tmp_path, f"report.trackers=['{name}']")
+    with pytest.raises(DataError, match=told):
+        make_tracker(config, name)
+    (thread,) = start_trackers(config, resume_step=3, log=logged.append)
+    thread.finish("finished")
+    assert len(logged) == 1 and told in logged[0]
+
+
+def test_a_damaged_id_of_the_run_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_bytes(b"\xff")
+    logged: list[str] = []
+    config = configured(tmp_path, "report.trackers=[tensorboard,builtins:dict]")
+    assert start_trackers(config, resume_step=3, log=logged.append) == []
+    assert len(logged) == 1 and "the trackers builtins:dict cannot start" in logged[0]
+
+
+@pytest.mark.parametrize("calls", [1, 20_000])
+def test_after_a_resume_a_tracker_starts_when_the_earlier_one_has_ended(tmp_path: Path, calls: int) -> None:
+    release, order, logged = threading.Event(), list[str](), list[str]()
+
+    class Slow(Recorder):
+        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+            release.wait(60)
+
+        def finish(self, status: RunStatus) -> None:
+            order.append(f"the first {status}")
+            raise OSError("no network")
+
+    class Next(Recorder):
+        def start(self, run: TrackedRun) -> None:
+            order.append("the next starts")
+
+    first = TrackerThread("mine", Slow, RUN, log=logged.append)
+    for step in range(calls):
+        first.log({}, step=step)
+    RunReport(tmp_path, log=pytest.fail, trackers=[first]).close("interrupted", waits=False)
+    following = TrackerThread("mine", Next, RUN, log=logged.append, earlier=first)
+    assert order == [], "nobody waited for the first"
+    release.set()
+    following.finish("finished")
+    assert order == [*(["the first interrupted"] if calls == 1 else []), "the next starts"]
+    assert len(logged) == 1 and ("no network" in logged[0] or "10,000 of its calls" in logged[0])
 
 
 @pytest.mark.parametrize(
