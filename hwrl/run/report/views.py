@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import TextIO
 
 from hwrl.run.report.records import Metrics
@@ -84,7 +85,12 @@ View = PlainView | LiveView
 
 
 def make_view(total_steps: int) -> View:
-    """Return a live view on a terminal, and plain lines elsewhere."""
+    """Return a live view on a terminal, and plain lines elsewhere.
+
+    Characters that the encoding of standard output lacks are shown as escapes from now on.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     return LiveView(total_steps) if sys.stdout.isatty() else PlainView(total_steps, stream=sys.stdout)
 
 

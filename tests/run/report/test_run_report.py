@@ -268,6 +268,14 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"3 \xd7 2\u2026 /\udcff"), ("utf-8", r"3 × 2… /\udcff")])
+def test_a_run_goes_on_when_its_output_cannot_show_a_character(encoding: str, shown: str) -> None:
+    program = r"from hwrl.run.report import make_view; make_view(1).log('3 \u00d7 2\u2026 /\udcff')"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert (ended.stdout.decode(encoding), ended.stderr) == (f"{shown}\n", b"")
+
+
 def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
     def batch(tokens: float, idle_s: float, generate_s: float) -> BatchInfo:
         totals = {"tokens": tokens, "idle_s": idle_s, "generate_s": generate_s, "reward_errors": 0.0}
