@@ -32,6 +32,7 @@ from hwrl.interfaces import (
     ToolParser,
     Trajectory,
 )
+from hwrl.rollout.attempts import Attempts, hold_if_abandoned
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
-"""How long the loop's thread may take to end. A workflow may block it for longer; then the thread is left behind."""
+"""How long tasks may take to end at the end of the loop. A workflow may block its thread; then that is left behind."""
 
 
 class PolicyClient:
@@ -210,8 +211,9 @@ class WorkflowSettings:
     """How workflows run.
 
     A training group has ``group_size`` samples. At most ``max_samples`` samples run at once. Each has up to
-    ``attempts`` attempts of at most ``timeout_s`` each. A conversation has at most ``max_length`` tokens, with ids
-    below ``vocabulary``. The tokens ``end_ids`` end a response. ``parse_tools`` reads tool calls in the policy's text.
+    ``attempts`` attempts of at most ``timeout_s`` each. An attempt over that limit is cancelled, and abandoned if it
+    does not end within ``cancel_s`` then. A conversation has at most ``max_length`` tokens, with ids below
+    ``vocabulary``. The tokens ``end_ids`` end a response. ``parse_tools`` reads tool calls in the policy's text.
     Endpoints listen at ``endpoint_host``, an address of this machine.
     """
 
@@ -220,6 +222,7 @@ class WorkflowSettings:
     max_length: int
     vocabulary: int
     timeout_s: float = 600.0
+    cancel_s: float = 5.0
     attempts: int = 2
     end_ids: Collection[int] = ()
     parse_tools: ToolParser = parse_tool_calls
@@ -253,8 +256,8 @@ class WorkflowGenerator(SampleGenerator):
     """The generator of workflows: a sample is a run of ``workflow``.
 
     A run has failed if it raises, returns no trajectory, or takes longer than its limit. It is repeated; after the last
-    attempt its group has failed. :class:`WorkflowSettings` has the limits. If a workflow stops waiting for a response,
-    the response is dropped.
+    attempt its group has failed. A run that ignores its cancellation at the limit is abandoned.
+    :class:`WorkflowSettings` has the limits. If a workflow stops waiting for a response, the response is dropped.
     """
 
     def __init__(
@@ -271,6 +274,7 @@ class WorkflowGenerator(SampleGenerator):
         self._drops = 0  # calls of drop
         self.failed_runs = 0
         """Runs of the workflow that failed so far, repeated or not."""
+        self._attempts = Attempts(timeout_s=settings.timeout_s, cancel_s=settings.cancel_s)
         self._slots = asyncio.Semaphore(settings.max_samples)
         self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
@@ -349,8 +353,8 @@ class WorkflowGenerator(SampleGenerator):
 
     def close(self) -> None:
         self.drop()
-        asyncio.run_coroutine_threadsafe(_stop(self._loop), self._loop)
-        self._thread.join(_END_S)
+        asyncio.run_coroutine_threadsafe(_stop(self._loop, self._attempts.abandoned), self._loop)
+        self._thread.join(_END_S + 1)
         if self._thread.is_alive():
             _log.warning("a workflow blocks the event loop or ignores its cancellation, and is left behind")
         else:
@@ -411,28 +415,24 @@ class WorkflowGenerator(SampleGenerator):
 
     async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
         """Return the trajectories of a sample, or the reason of the last attempt's failure."""
-        task = asyncio.current_task()
-        assert task is not None
+
+        async def attempt() -> Sequence[Trajectory]:
+            result = await self._workflow(run.client, run.group.prompt)
+            return checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
+
         reason = ""
         for _ in range(self._settings.attempts):
-            limit = asyncio.timeout(self._settings.timeout_s)
             try:
-                async with limit:
-                    result = await self._workflow(run.client, run.group.prompt)
-                return checked_sample(
-                    result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary
-                )
-            except GeneratorExit:  # nobody runs this coroutine any longer
-                raise
-            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
-                how = f"did not return within {self._settings.timeout_s:g} s:" if limit.expired() else "raised"
-                reason = f"the workflow {how} {short_repr(exc)}"
-            if task.cancelling():  # the group was dropped: nobody reads the reason, and no attempt may follow
-                return reason
+                sample, reason = await self._attempts.run(attempt)
+            except asyncio.CancelledError:  # the group was dropped: nobody reads the reason, and no attempt may follow
+                return "the run of the workflow was cancelled"
+            if not reason:
+                return sample  # type: ignore[no-any-return] # it has succeeded
             self.failed_runs += 1
         return reason
 
     async def _generate(self, token_ids: Ints, sampling: Sampling, *, drops: int) -> Response:
+        await hold_if_abandoned()
         request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), drops), time.time()
         self._requests.append(request)
         response = await request.answer
@@ -466,10 +466,10 @@ def _start_server(host: str) -> EndpointServer:
     return server
 
 
-async def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all other tasks, wait up to ``_END_S`` for their ends, and stop the loop."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel all other tasks, wait up to ``_END_S`` for those that are not ``abandoned``, and stop the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task(), *abandoned}
+    for task in [*others, *abandoned]:
         task.cancel()
     await asyncio.wait(others, timeout=_END_S) if others else None
     loop.call_soon(loop.stop)

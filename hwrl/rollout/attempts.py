@@ -1,0 +1,98 @@
+"""Attempts of a workflow: tasks with a time limit. One that ignores its cancellation is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hwrl.rollout.reward import short_repr
+
+_log = logging.getLogger(__name__)
+_Outcome: TypeAlias = tuple[Any, BaseException | None]
+
+
+@dataclass(eq=False)
+class _Attempt:
+    abandoned: bool = False
+
+
+_current: contextvars.ContextVar[_Attempt | None] = contextvars.ContextVar("hwrl_attempt", default=None)
+
+
+class Attempts:
+    """Runs attempts in the event loop of the caller, for at most ``timeout_s`` each.
+
+    An attempt over its limit is cancelled once. If it does not end within ``cancel_s`` then, it is abandoned: it may go
+    on, to delete a sandbox for example, but nobody waits for it, and its result is never used.
+    """
+
+    def __init__(self, *, timeout_s: float, cancel_s: float) -> None:
+        self._timeout_s, self._cancel_s = timeout_s, cancel_s
+        self.abandoned: set[asyncio.Task[_Outcome]] = set()
+        """The tasks of abandoned attempts that have not ended yet."""
+
+    async def run(self, call: Callable[[], Awaitable[Any]]) -> tuple[Any, str]:
+        """Return the result of ``call()`` and ""; or None and the reason why the attempt failed.
+
+        ``call`` runs in a task of its own with the caller's context variables. If the caller is cancelled, the attempt
+        is, too, and has up to ``cancel_s`` to end before this raises CancelledError.
+        """
+        attempt, context = _Attempt(), contextvars.copy_context()
+        context.run(_current.set, attempt)
+        task = asyncio.get_running_loop().create_task(_outcome(call), context=context)
+        try:
+            in_time, _ = await asyncio.wait([task], timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            await self._end(task, attempt)
+            raise
+        if not in_time:
+            return None, await self._end(task, attempt)
+        result, error = _outcome_of(task)
+        return (result, "") if error is None else (None, f"the workflow raised {short_repr(error)}")
+
+    async def _end(self, task: asyncio.Task[_Outcome], attempt: _Attempt) -> str:
+        """Cancel ``task``, and abandon it if it does not end. Return why the attempt failed."""
+        reason = f"the workflow did not return within {self._timeout_s:g} s"
+        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=self._cancel_s)
+        finally:
+            if not task.done():
+                attempt.abandoned = True
+                self.abandoned.add(task)
+                task.add_done_callback(self.abandoned.discard)
+        if not task.done():
+            _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
+            return f"{reason}, did not end within {self._cancel_s:g} s of its cancellation, and was abandoned"
+        _, error = _outcome_of(task)
+        return (
+            reason if error is None or isinstance(error, asyncio.CancelledError) else f"{reason}: {short_repr(error)}"
+        )
+
+
+async def hold_if_abandoned() -> None:
+    """Never return in an abandoned attempt, and in tasks that it starts; elsewhere return at once.
+
+    An error instead could let a loop that catches everything block the event loop.
+    """
+    attempt = _current.get()
+    if attempt is not None and attempt.abandoned:
+        await asyncio.get_running_loop().create_future()
+
+
+async def _outcome(call: Callable[[], Awaitable[Any]]) -> _Outcome:
+    """Return the result of ``call``, or its error as a value: asyncio would end the loop for a SystemExit."""
+    try:
+        return await call(), None
+    except GeneratorExit:  # nobody runs this coroutine any longer
+        raise
+    except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+        return None, exc
+
+
+def _outcome_of(task: asyncio.Task[_Outcome]) -> _Outcome:
+    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()

@@ -1,0 +1,144 @@
+"""Runs of a workflow that ignore their cancellation: they are abandoned, and hold nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hwrl.interfaces import Sampling, Trajectory
+from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
+from tests.support.scripted_rollout import CountingEngine, Lengths
+
+
+class Stuck:
+    """Its first run does not end at its cancellation, but after :meth:`release`; the later runs are single turns."""
+
+    def __init__(self, *, finally_hangs: bool = False) -> None:
+        self._finally_hangs = finally_hangs
+        self._released, self._goes_on = asyncio.Event(), threading.Event()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __call__(self, client: PolicyClient, prompt: Prompt) -> Trajectory:
+        if self._tasks:
+            return await single_turn(client, prompt)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.append(task)
+        await (self.hang_in_finally() if self._finally_hangs else self.swallow())
+        return await single_turn(client, prompt)
+
+    async def swallow(self) -> None:
+        while not self._released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._released.wait()
+        self._goes_on.set()
+
+    async def hang_in_finally(self) -> None:
+        try:
+            await self._released.wait()
+        finally:
+            await self._released.wait()
+            self._goes_on.set()
+
+    def is_over(self) -> bool:
+        return self._tasks[0].done()
+
+    def release(self) -> None:
+        """Let the first run go on, and wait until it waits again or has ended."""
+        loop = self._tasks[0].get_loop()
+        loop.call_soon_threadsafe(self._released.set)
+        assert self._goes_on.wait(20)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+
+
+@contextlib.contextmanager
+def generator_of(workflow: Workflow, **settings: Any) -> Iterator[WorkflowGenerator]:
+    chosen: Any = {"max_samples": 1, "timeout_s": 0.3, "cancel_s": 0.1, **settings}
+    generator = WorkflowGenerator(
+        CountingEngine(),
+        workflow,
+        tokenizer=None,
+        settings=WorkflowSettings(group_size=1, max_length=12, vocabulary=100, **chosen),
+    )
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def step_until(generator: WorkflowGenerator, condition: Callable[[], bool]) -> list[Any]:
+    finished: list[Any] = []
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came"
+        finished += generator.step()
+        time.sleep(0.001)
+    return finished
+
+
+def start(generator: WorkflowGenerator, size: int = 1) -> Any:
+    return generator.start(Lengths()[2], Sampling(10), size=size)
+
+
+@pytest.mark.parametrize("finally_hangs", [False, True])
+def test_a_run_that_ignores_its_cancellation_fails_and_frees_its_place(finally_hangs: bool) -> None:
+    stuck = Stuck(finally_hangs=finally_hangs)
+    with generator_of(stuck, attempts=1) as generator:
+        first, second = start(generator), start(generator)
+        assert step_until(generator, lambda: not generator.pending()) == [first, second]
+        assert "abandoned" in str(first.result().failure) and second.is_generated and not stuck.is_over()
+        stuck.release()
+
+
+def test_the_late_result_of_an_abandoned_run_is_not_used_and_it_generates_no_longer() -> None:
+    stuck = Stuck()
+    with generator_of(stuck) as generator:
+        group = start(generator)
+        assert step_until(generator, lambda: not generator.pending()) == [group]
+        (row,) = group.trajectories
+        assert row.response_ids.tolist() == [1, 2, 3] and generator.failed_runs == 1 and generator.tokens == 3
+        stuck.release()
+        assert not generator.has_work() and not stuck.is_over()
+
+
+def test_an_abandoned_run_does_not_hold_the_end() -> None:
+    stuck = Stuck()
+    with generator_of(stuck, attempts=1) as generator:
+        start(generator)
+        step_until(generator, lambda: not generator.pending())
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 4.0 and not stuck.is_over()
+
+
+def test_a_result_after_the_limit_is_a_failure() -> None:
+    async def returns_late(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return trajectory.finish(1.0)
+        raise AssertionError
+
+    with generator_of(returns_late, attempts=1, cancel_s=20.0) as generator:
+        group = start(generator)
+        step_until(generator, lambda: not generator.pending())
+        assert group.result().failure == "the workflow did not return within 0.3 s"
+
+
+def test_a_run_that_cancels_all_tasks_of_the_loop_ends_its_group() -> None:
+    async def cancels_all(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        return await single_turn(client, prompt)
+
+    with generator_of(cancels_all, attempts=1, timeout_s=20.0) as generator:
+        group = start(generator)
+        step_until(generator, lambda: not generator.pending())
+        assert "cancelled" in str(group.result().failure)
