@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -86,6 +87,15 @@ class RewardProcess:
     def is_idle(self) -> bool:
         """Whether no answer of the process is due."""
         return not self.is_loading and not self.jobs
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended and nothing that it sent is unread. A child of it may hold the socket open."""
+        if self._process.poll() is None:
+            return False
+        unread = select.poll()
+        unread.register(self.connection, select.POLLIN)
+        return not unread.poll(0)
 
     @property
     def must_end(self) -> bool:

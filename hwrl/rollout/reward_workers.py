@@ -249,7 +249,12 @@ class RewardWorkers:
             self._loaded.set_result(None)
 
     def _end_late(self) -> None:
-        """End the workers with a call over its time limit, and those that do not load the function in time."""
+        """End the workers with a call over its time limit, and those that do not load the function in time.
+
+        Remove those whose process has ended without an end of its socket, because a forked child holds it.
+        """
+        for worker in [worker for worker in self._workers if worker.has_ended]:
+            self._report_death(worker, self._remove(worker))
         now_s = time.monotonic()
         for worker in [worker for worker in self._workers if not worker.is_idle]:
             if now_s - worker.called_s >= min(_TICK_S, self._timeout_s):

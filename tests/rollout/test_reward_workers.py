@@ -87,6 +87,7 @@ def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
         ("end the process", "ended with status 7"),
         ("crash", "was killed by SIGSEGV"),
         ("run out of memory", "was killed by SIGKILL"),
+        ("fork and run out of memory", "was killed by SIGKILL"),
         ("close everything", "its worker"),
         ("hang", "did not return within 2 s"),
         ("hold the lock", "did not return within 2 s"),
@@ -328,8 +329,9 @@ def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_pat
     wait_until(lambda: ended(int(file.read_text())))
 
 
-def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start) -> None:
-    workers = start("identify", workers=1)
+@pytest.mark.parametrize("function", ["identify", "forks"])
+def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start, function: str) -> None:
+    workers = start(function, workers=1, timeout_s=20.0)
     first = int(score(workers).result(60).metrics[0]["pid"])
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: ended(first))

@@ -49,6 +49,12 @@ def fails_twice(prompt: str, response: str, answer: object) -> float:
     return 1.0
 
 
+def forks(prompt: str, response: str, answer: object) -> dict[str, float]:
+    """Report this process, which has a forked child."""
+    _child()
+    return {"reward": 1.0, "pid": os.getpid()}
+
+
 def leaves_a_child(prompt: str, response: str, answer: str) -> float:
     """Write the number of a child process to the file ``answer``, and hang."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
@@ -124,6 +130,14 @@ def _hold_the_lock() -> None:
     sum(iter(int, 1))
 
 
+def _child() -> int:
+    """Return the number of a forked child, which waits and holds all that is open here."""
+    pid = os.fork()
+    while not pid:
+        signal.pause()
+    return pid
+
+
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -146,6 +160,7 @@ _ORDERS: dict[str, Callable[[], object]] = {
     "end the process": lambda: os._exit(7),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "run out of memory": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fork and run out of memory": lambda: os.kill(os.getpid(), signal.SIGKILL * bool(_child())),
     "close everything": lambda: os.closerange(0, 1 + max(map(int, os.listdir("/proc/self/fd")))),
     "print": lambda: print("x" * (1 << 20)),
     "ignore Ctrl-C": lambda: os.kill(os.getpid(), signal.SIGINT),
