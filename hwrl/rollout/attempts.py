@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hwrl.rollout.call_threads import CallThreads
 from hwrl.rollout.reward import short_repr
 
 _log = logging.getLogger(__name__)
@@ -27,11 +28,12 @@ class Attempts:
     """Runs attempts in the event loop of the caller, for at most ``timeout_s`` each.
 
     An attempt over its limit is cancelled once. If it does not end within ``cancel_s`` then, it is abandoned: it may go
-    on, to delete a sandbox for example, but nobody waits for it, and its result is never used.
+    on, to delete a sandbox for example, but nobody waits for it, and its result is never used. While it goes on,
+    ``threads`` have one more place, because it may hold one.
     """
 
-    def __init__(self, *, timeout_s: float, cancel_s: float) -> None:
-        self._timeout_s, self._cancel_s = timeout_s, cancel_s
+    def __init__(self, *, timeout_s: float, cancel_s: float, threads: CallThreads) -> None:
+        self._timeout_s, self._cancel_s, self._threads = timeout_s, cancel_s, threads
         self.abandoned: set[asyncio.Task[_Outcome]] = set()
         """The tasks of abandoned attempts that have not ended yet."""
 
@@ -63,8 +65,7 @@ class Attempts:
         finally:
             if not task.done():
                 attempt.abandoned = True
-                self.abandoned.add(task)
-                task.add_done_callback(self.abandoned.discard)
+                self._leave_behind(task)
         if not task.done():
             _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
             return f"{reason}, did not end within {self._cancel_s:g} s of its cancellation, and was abandoned"
@@ -72,6 +73,12 @@ class Attempts:
         return (
             reason if error is None or isinstance(error, asyncio.CancelledError) else f"{reason}: {short_repr(error)}"
         )
+
+    def _leave_behind(self, task: asyncio.Task[_Outcome]) -> None:
+        self.abandoned.add(task)
+        self._threads.add_places(1)
+        task.add_done_callback(self.abandoned.discard)
+        task.add_done_callback(lambda _: self._threads.add_places(-1))
 
 
 async def hold_if_abandoned() -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -33,6 +32,7 @@ from hwrl.interfaces import (
     Trajectory,
 )
 from hwrl.rollout.attempts import Attempts, hold_if_abandoned
+from hwrl.rollout.call_threads import CallThreads
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
@@ -274,11 +274,11 @@ class WorkflowGenerator(SampleGenerator):
         self._drops = 0  # calls of drop
         self.failed_runs = 0
         """Runs of the workflow that failed so far, repeated or not."""
-        self._attempts = Attempts(timeout_s=settings.timeout_s, cancel_s=settings.cancel_s)
+        threads = CallThreads(settings.max_samples, "workflow-tools")
+        self._attempts = Attempts(timeout_s=settings.timeout_s, cancel_s=settings.cancel_s, threads=threads)
         self._slots = asyncio.Semaphore(settings.max_samples)
         self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
-        threads = ThreadPoolExecutor(settings.max_samples, "workflow-tools")  # asyncio's default for to_thread has few
         self._loop.set_default_executor(threads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
         self._thread.start()
