@@ -7,11 +7,13 @@ atomic operation. A join request is several writes; :mod:`hwrl.weights.membershi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 
 from hwrl.comm import PrefixStore, Store, await_keys, clone_store
+from hwrl.comm.store import pause
 from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import (
@@ -26,6 +28,8 @@ from hwrl.weights.messages import (
     write_message,
 )
 from hwrl.weights.store_keys import StoreKeys
+
+_NUMBER_BITS = 32  # of a proposal's number; the sender's epoch is above them
 
 
 class Note(StrEnum):
@@ -75,9 +79,12 @@ class ControlChannel:
         """Store ``layout`` under its hash."""
         self._keys.set(_key(Note.LAYOUT, layout.hash), layout.to_json())
 
-    def reserve_number(self) -> int:
-        """Return the number of a new proposal. No other sender gets it, not even a deposed one still running."""
-        return self._keys.add("proposal numbers", 1)
+    def reserve_number(self, epoch: int) -> int:
+        """Return the number of a new proposal of sender ``epoch``. No other sender gets it.
+
+        It is larger than all numbers of earlier senders, also those that a deposed one still running gets later.
+        """
+        return (epoch - 1 << _NUMBER_BITS) + self._keys.add("proposal numbers", 1)
 
     def propose(self, proposal: Proposal) -> None:
         """Make ``proposal`` visible to the receivers; they see all of it or nothing."""
@@ -184,9 +191,11 @@ class ControlChannel:
         text = self._keys.get(_key(Note.PROPOSAL, number))
         return None if text is None else Proposal.read(text, self._payloads)
 
-    def wait_for_proposal(self, number: int, *, timeout_s: float) -> None:
-        """Block until proposal ``number`` exists or ``timeout_s`` has passed."""
-        await_keys(self.store, [_key(Note.PROPOSAL, number)], timeout_s=timeout_s)
+    def wait_for_newer(self, number: int, *, timeout_s: float) -> None:
+        """Block until there is a newer proposal than ``number``, or ``timeout_s`` has passed."""
+        began_s = time.monotonic()
+        while self.newest() <= number and (passed_s := time.monotonic() - began_s) < timeout_s:
+            pause(passed_s)
 
     def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
         """Block until the sender has answered READY; return None after ``timeout_s``."""

@@ -168,10 +168,10 @@ class TransportPayload:
 class Proposal:
     """A version on offer to the receivers. It begins the first phase of the commit.
 
-    ``number`` grows with every proposal of every sender of the link. ``to`` has the join numbers of the receivers, in
-    rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and receivers derive
-    their own limits from it. ``last_stored_number`` is the number of the last proposal whose version was stored
-    completely; 0 if there is none, or if the transport keeps no versions. ``senders`` ranks share the slabs
+    ``number`` grows with every proposal of a sender, and a later sender's are larger. ``to`` has the join numbers of
+    the receivers, in rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and
+    receivers derive their own limits from it. ``last_stored_number`` is the number of the last proposal whose version
+    was stored completely; 0 if there is none, or if the transport keeps no versions. ``senders`` ranks share the slabs
     (:class:`~hwrl.weights.shares.Shares`). ``chapters`` is 1 if chapters with other layouts may follow, because the
     sender reads an iterator (:class:`~hwrl.weights.chapters.Chapters`), else 0.
     """

@@ -112,7 +112,7 @@ class LinkRegistrations:
                     why=f"the newest version here is {have}",
                     fix="check that the sender is alive; poll() says without waiting whether there is a version",
                 )
-            self.channel.wait_for_proposal(newest + 1, timeout_s=min(self._timing.look_s, left_s))
+            self.channel.wait_for_newer(newest, timeout_s=min(self._timing.look_s, left_s))
 
     def begin(self, proposal: Proposal) -> int:
         """Count all proposals up to this one as handled. Return the previous limit, for :meth:`undo`."""

@@ -131,7 +131,7 @@ class SenderLink:
 
     def draft(self, outgoing: OutgoingVersion, to: Sequence[int], clock: StageClock) -> Proposal:
         """Return the next proposal. Receivers do not see it yet."""
-        number = self.channel.reserve_number()
+        number = self.channel.reserve_number(self.epoch)
         return Proposal(
             number=number,
             epoch=self.epoch,
@@ -201,6 +201,7 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
         link.membership.refresh()
         receivers = len(link.membership.members)
         proposal = link.draft(outgoing, (), clock)
+        link.channel.check_epoch(link.epoch)  # planning and reading may have taken long
         link.propose(proposal)
         sending = SenderRound(proposal, link.channel, link.membership)
         try:

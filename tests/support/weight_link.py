@@ -41,8 +41,8 @@ def channel_of(store: Store) -> ControlChannel:
 def newest_proposal(store: Store) -> Proposal:
     """Wait for a proposal, and return the newest."""
     channel, deadline = channel_of(store), time.monotonic() + 60.0
-    while not channel.newest() and time.monotonic() < deadline:  # it is counted after it is written
-        channel.wait_for_proposal(channel.newest() + 1, timeout_s=0.1)
+    while not channel.newest() and time.monotonic() < deadline:
+        channel.wait_for_newer(0, timeout_s=0.1)
     proposal = channel.proposal(channel.newest())
     assert proposal is not None
     return proposal

@@ -13,7 +13,7 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommError, ConfigError, LayoutMismatchError, TransferFailedError
-from hwrl.weights import ReceiverTiming, WeightSource
+from hwrl.weights import ReceiverTiming, WeightSender, WeightSource
 from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Start, Vote, VoteKind
@@ -218,6 +218,37 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
             assert dict(second.publish(3, model_of(3)).excluded) == {}
             assert waiting().version == 3
         assert time.monotonic() - begin < SOON_S
+
+
+@pytest.mark.parametrize("transport", ["host", "device"])
+def test_a_deposed_sender_that_wakes_late_hides_no_version_of_the_new_one(store: Store, transport: str) -> None:
+    options = {"transport": transport, "timeout_s": 60.0}
+    with sender_of(store, **options) as first, receiver_of(store) as receiver:
+        exchange(first, [receiver], 1)
+        channel, earlier = channel_of(store), newest_proposal(store)
+        with sender_of(store, **options) as second:
+            publishing = beside(lambda: second.publish(2, model_of(2)))
+            channel.wait_for_newer(earlier.number, timeout_s=SOON_S)
+            late = replace(earlier, number=channel.reserve_number(earlier.epoch), version=9)
+            channel.propose(late)
+            assert receiver.receive(timeout_s=SOON_S).version == 2
+            assert not publishing().excluded
+
+
+def test_a_sender_deposed_while_it_plans_its_layout_offers_nothing(store: Store) -> None:
+    second: list[WeightSender] = []
+
+    def metadata() -> Iterator[tuple[str, torch.Tensor]]:
+        if not second:
+            second.append(sender_of(store, transport="host"))
+            second[0].publish(2, model_of(2))
+        return iter(model_of(9))
+
+    with sender_of(store, transport="host") as first, receiver_of(store) as receiver:
+        with pytest.raises(TransferFailedError, match="deposed"):
+            first.publish(9, WeightSource(metadata, lambda: iter(model_of(9))))
+        assert receiver.receive(timeout_s=SOON_S).version == 2
+        second[0].close()
 
 
 @pytest.mark.parametrize("name", ["ghost-{}", "ghost"])

@@ -431,7 +431,7 @@ def test_two_senders_at_once_never_use_one_number_and_the_newest_proposal_is_the
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         proposal, channel, other = newest_proposal(store), channel_of(store), channel_of(store)
-        numbers = [one.reserve_number() for one in (channel, other, channel, other)]
+        numbers = [one.reserve_number(proposal.epoch) for one in (channel, other, channel, other)]
         assert numbers == [2, 3, 4, 5]
         for number, newest in ((3, 3), (2, 3), (5, 5), (4, 5)):
             channel.propose(replace(proposal, number=number, version=number))
@@ -441,7 +441,7 @@ def test_two_senders_at_once_never_use_one_number_and_the_newest_proposal_is_the
 
 
 def test_a_first_number_without_a_proposal_hides_no_later_one(store: Store) -> None:
-    channel_of(store).reserve_number()
+    channel_of(store).reserve_number(1)
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         assert channel_of(store).newest() == 2

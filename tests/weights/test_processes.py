@@ -189,7 +189,8 @@ def _sender_dies(rank: int, address: str) -> Any:
             received = receiver.receive(timeout_s=60.0)  # waits for the dead sender until it hears of the next
             assert _is_model(old, 7) and _is_model(received, 2)
             return receiver.version
-    before = ["has 7", "weights/policy/proposal/2", "weights/policy/ready/2/1", "the sender is dead"]
+    number = (1 << 32) + 2  # the first proposal of the second sender
+    before = ["has 7", f"weights/policy/proposal/{number}", f"weights/policy/ready/{number}/1", "the sender is dead"]
     assert not await_keys(store, before, timeout_s=30.0)
     with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=60.0) as sender:
         return sender.publish(2, _model(2)).receivers

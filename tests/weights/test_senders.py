@@ -302,7 +302,7 @@ def test_a_co_sender_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
     channel = channel_of(store)
-    proposal = replace(newest_proposal(store), number=channel.reserve_number(), layout_hash="none", senders=2)
+    proposal = replace(newest_proposal(store), number=channel.reserve_number(1), layout_hash="none", senders=2)
     channel.propose(proposal)
     sending, co_sender = SenderRound(proposal, channel, Membership(channel)), CoSender(store, backend=CpuBackend(INFO))
     with pytest.raises(LayoutMismatchError):
