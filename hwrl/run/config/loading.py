@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from hwrl.errors import ConfigError, manual
 from hwrl.run.config.explain import describe, keys_in
 from hwrl.run.config.schema import Config
-from hwrl.run.config.yaml_reader import parse_yaml, read_file
+from hwrl.run.config.yaml_reader import parse_yaml, read_file, write_yaml
 
 RUN_CONFIG = "config.yaml"
 """The file in a run directory with the run's configuration. It begins with RUN_HEADER."""
@@ -76,7 +75,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return ``config`` as YAML with every key. :func:`load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def dump_run_config(config: Config) -> bytes:
@@ -84,9 +83,7 @@ def dump_run_config(config: Config) -> bytes:
 
     It contains no ``dir``, so that the directory may be moved, and no ``resume``.
     """
-    return (
-        RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
-    )
+    return RUN_HEADER + write_yaml(config.model_dump(mode="json", exclude={"dir", "resume"})).encode()
 
 
 def _override(tree: dict[str, Any], word: str) -> None:

@@ -1,8 +1,9 @@
-"""Read YAML that a person has written: with limits on size and depth, and with an error for a duplicate key."""
+"""Read YAML that a person has written, with limits on size and depth. Write YAML that reads back the same."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,27 @@ import yaml
 _MAX_NBYTES = 1 << 20
 _MAX_VALUES = 10_000
 """Maximum number of values in a document. Each use of an alias counts: a few lines can expand to billions of values."""
+_FLOAT, _INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
+_MORE_FLOATS = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$|[-+]\.[0-9][0-9_]*$")
+"""Numbers that PyYAML reads as texts, because it reads YAML 1.1. In YAML 1.2 they are numbers."""
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
+"""Numbers that are octal for PyYAML. In YAML 1.2 they are decimal."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with an error for a duplicate key in a mapping. PyYAML would use the last one."""
+    """YAML's safe loader, with the numbers of YAML 1.2. PyYAML's own reads ``1:30`` as 90; here it is a text.
+
+    A duplicate key in a mapping is an error. PyYAML would use the last one. So is an integer with a leading zero.
+    """
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Return the number, or the text if it has a colon."""
+        if _LEADING_ZERO.match(node.value):
+            problem = f"{node.value!r} has a leading zero: remove it, or quote a text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        if ":" in node.value:
+            return node.value
+        return self.construct_yaml_int(node) if node.tag == _INT else self.construct_yaml_float(node)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -32,6 +50,23 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:  # each `<<` can double the number of keys
             raise yaml.MarkedYAMLError(problem="too many keys are merged", problem_mark=node.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML's safe dumper, which quotes a text that is a number for :class:`_Loader` or for PyYAML."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_FLOAT, _MORE_FLOATS, list("-+.0123456789"))
+    _kind.add_implicit_resolver(_INT, _LEADING_ZERO, list("-+0"))
+for _tag in (_FLOAT, _INT):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
+
+
+def write_yaml(tree: Any) -> str:
+    """Return ``tree`` as YAML, with its keys in order. :func:`parse_yaml` returns the same value."""
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+    return text
 
 
 def read_file(path: Path) -> bytes:

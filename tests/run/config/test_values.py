@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from hwrl.errors import ConfigError
-from hwrl.run.config import Config, load_config, parse_config
+from hwrl.run.config import Config, dump_config, dump_run_config, load_config, parse_config
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 NAN, INFINITE = float("nan"), float("inf")
@@ -147,6 +148,37 @@ def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str, mes
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"^{path} is not usable YAML(.|\n)*{message}"):
         load_config(path)
+
+
+NUMBERS = {"1e-3": 1e-3, "1e5": 1e5, "1E+5": 1e5, "-2.5e3": -2500.0, ".5e-1": 0.05, "-.5": -0.5, "1_0e1": 100.0}
+SAME_AS_EVER = {"7": 7, "-7": -7, "0": 0, "1_000": 1000, "0x10": 16, "0.5": 0.5, "00.5": 0.5, "1.0e-3": 1e-3}
+TEXTS = ["lr-1e-6", "1e", "e5", "1e5x", "0o10", "1:30", "10:30:00", "v010", ".", "1.2.3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [*NUMBERS.items(), *SAME_AS_EVER.items(), *((text, text) for text in TEXTS)]
+)
+def test_numbers_are_those_of_yaml_1_2_and_read_back_the_same(tmp_path: Path, text: str, value: object) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + f"rollout: {{workflow: 'a:b', workflow_options: {{plain: {text}}}}}\n")
+    config = load_config(path, [f"rollout.workflow_options.word={text}", f"rollout.workflow_options.text='{text}'"])
+    assert repr(config.rollout.workflow_options) == repr({"plain": value, "word": value, "text": text})
+    for content in (dump_config(config), dump_run_config(config).decode()):
+        path.write_text(content if "\ndir:" in f"\n{content}" else f"{content}dir: {config.dir}\n")
+        assert repr(load_config(path).rollout.workflow_options) == repr(config.rollout.workflow_options)
+
+
+@pytest.mark.parametrize("text", ["0100", "-010", "+07", "089", "00", "0_7"])
+def test_an_integer_with_a_leading_zero_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=rf"'train\.steps={re.escape(text)}' cannot be read(.|\n)*leading zero"):
+        load_config(path, [f"train.steps={text}"])
+    path.write_text(yaml.safe_dump(MINIMAL) + f"train:\n  steps: {text}\n")
+    with pytest.raises(ConfigError, match=rf"'{re.escape(text)}' has a leading zero(.|\n)*line \d"):
+        load_config(path)
+    path.write_text(yaml.safe_dump(MINIMAL) + f"report: {{run_name: '{text}'}}\n")
+    assert load_config(path).report.run_name == text
 
 
 def test_a_key_may_be_changed_where_it_is_merged(tmp_path: Path) -> None:
