@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Ints, ParsedAnswer, Response, ToolParser, Tools
+from hwrl.interfaces import Ints, ParsedAnswer, Response, ToolCall, ToolParser, Tools
 from hwrl.rollout.tool_calls import parse_tool_calls
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
@@ -80,11 +80,14 @@ class ChatTokens:
     def read(self, response: Response, *, tools: Tools = ()) -> ParsedAnswer:
         """Return the policy's message, without the response's end token and stop text.
 
-        With ``tools`` its tool calls are read; then the text keeps special tokens, because a parser may need them.
+        With ``tools`` its tool calls are read; then the text keeps special tokens, because a parser may need them. A
+        lone surrogate in a call, which no UTF-8 can hold, is a question mark.
         """
         if not tools:
             return ParsedAnswer(self.text(response))
-        return self._parse_tools(self.text(response, special=True), tools)
+        answer = self._parse_tools(self.text(response, special=True), tools)
+        calls = tuple(ToolCall(_encodable(call.name), _encodable(call.arguments)) for call in answer.tool_calls)
+        return ParsedAnswer(_encodable(answer.content), calls)
 
     def text(self, response: Response, *, special: bool = False) -> str:
         """Return the text of ``response`` without its end token and stop text. ``special`` keeps special tokens."""
@@ -98,8 +101,8 @@ class ChatTokens:
         return text
 
     def encode(self, text: str) -> Ints:
-        """Return the tokens of ``text`` (int32); no special tokens are added."""
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        """Return the tokens of ``text`` (int32); no special tokens are added. A lone surrogate is a question mark."""
+        return np.array(self.tokenizer(_encodable(text), add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def decode(self, token_ids: Ints, *, special: bool) -> str:
         """Return the text of ``token_ids``; ``special`` keeps special tokens."""
@@ -193,6 +196,11 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls := found.get("tool_calls"):
         found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
     return found
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` with a question mark for each lone surrogate: neither tokenizers nor UTF-8 have those."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:

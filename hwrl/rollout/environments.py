@@ -64,7 +64,7 @@ def environment(
         reward, turns, ended, cut = 0.0, 0, False, False
         while not ended and turns < max_turns:
             if observation:
-                trajectory.add(tokenizer(observation, add_special_tokens=False)["input_ids"])
+                trajectory.add(client.chat.encode(observation))
             if trajectory.room <= 0:
                 break
             response = await trajectory.generate()

@@ -61,6 +61,16 @@ def broken(**_: Any) -> Any:
     return Broken()
 
 
+class Undecodable:
+    """Says what is no UTF-8."""
+
+    def reset(self, **_: Any) -> tuple[str, dict[str, Any]]:
+        return "caf\udce9", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 1.0, True, False, {}
+
+
 class Ending:
     """Ends its process, or a generator, in the first step."""
 
@@ -145,6 +155,11 @@ async def slow(text: str) -> str:
     return text
 
 
+def undecodable() -> str:
+    """Return a file's name that is no UTF-8, as the system gives it."""
+    return "caf\udce9"
+
+
 def undescribed(a: int) -> int:
     return a
 
@@ -211,6 +226,12 @@ def test_an_episode_ends_where_the_context_does() -> None:
         run(environment(tokenizer=tight.chat.tokenizer, make=path_of(Guess)), tight, prompt_of(tight))
 
 
+def test_an_observation_with_a_lone_surrogate_has_a_question_mark() -> None:
+    policy = chatml_policy("1")
+    workflow = environment(tokenizer=policy.chat.tokenizer, make=path_of(Undecodable))
+    assert text_of(policy, run(workflow, policy, prompt_of(policy))).startswith("Guess a number.caf?1")
+
+
 def test_a_step_that_returns_something_else_is_told() -> None:
     policy = chatml_policy("1")
     with pytest.raises(DataError, match="did not return what an environment returns"):
@@ -258,6 +279,17 @@ def test_the_policy_reads_what_was_wrong_with_its_call(call: dict[str, Any], tol
     workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=tools, timeout_s=2.0)
     row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
     assert told in text_of(policy, row) and row.metrics["tool_errors"] == 1
+
+
+def test_texts_with_lone_surrogates_reach_the_policy_with_question_marks() -> None:
+    calls = [json.dumps({"name": name, "arguments": {}}) for name in ("undecodable", "sub\ud800")]
+    policy = chatml_policy(
+        "".join(f"<tool_call>{call}</tool_call>" for call in calls), "I see.", sampling=Sampling(300)
+    )
+    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(undecodable)])
+    row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
+    text = text_of(policy, row)
+    assert "\ncaf?\n" in text and "there is no tool sub?;" in text and row.metrics["tool_errors"] == 1
 
 
 def test_the_awaitable_of_a_decorated_tool_is_awaited() -> None:

@@ -212,8 +212,9 @@ async def _answer(
         gone.cancel()
     if stream:
         return StreamingResponse(_events(form, record), media_type="text/event-stream")
+    answer = JSONResponse(form.whole())  # this may raise, and the agent would not read the answer
     record()
-    return JSONResponse(form.whole())
+    return answer
 
 
 async def _events(form: AnswerFormat, record: Record) -> AsyncIterator[str]:

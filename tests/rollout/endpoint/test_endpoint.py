@@ -8,6 +8,7 @@ import json
 import logging
 import urllib.parse
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,29 @@ async def test_tools_are_offered_called_and_answered(endpoint: Endpoint, policy:
     assert text(policy, row.segments[1].token_ids) == CALL + "<|im_end|>"
     assert "<tool_response>\n2\n</tool_response>" in text(policy, row.segments[2].token_ids)
     assert "add" in text(policy, row.segments[0].token_ids)
+
+
+@with_policy('<tool_call>{"name": "a\\ud800", "arguments": {"b": "\\udc00\\ud83d\\ude00"}}</tool_call>', "Two.")
+async def test_a_lone_surrogate_in_a_call_is_a_question_mark(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER], tools=[TOOL])
+    (call,) = answer.message["tool_calls"]
+    assert answer.status == 200 and call["function"] == {"name": "a?", "arguments": '{"b": "?\U0001f600"}'}
+    await chat(endpoint, [USER, answer.message, {"role": "tool", "content": "2"}], tools=[TOOL])
+    (row,) = endpoint.trajectories()
+    assert len(row.segments) == 4
+
+
+@with_policy("Two.")
+async def test_an_answer_that_cannot_be_sent_is_not_recorded(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    generate = policy.generate
+
+    async def damaged(token_ids: Any, sampling: Sampling | None = None) -> Response:
+        said = await generate(token_ids, sampling)
+        return replace(said, logprobs=np.full(len(said.token_ids), np.nan, np.float32))
+
+    policy.generate = damaged  # type: ignore[method-assign]
+    answer = await chat(endpoint, [USER], logprobs=True)
+    assert answer.status == 500 and not endpoint.trajectories()
 
 
 @with_policy(CALL)
