@@ -82,7 +82,10 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Raises ValueError, with the line number if there is one."""
+    """Return the value of a YAML document. Raises ValueError, with the line number if there is one.
+
+    Each use of an alias is a copy, so a change of one does not change another.
+    """
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as exc:
@@ -92,7 +95,14 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:  # from a date, a number or a tag
         raise ValueError(f"a value cannot be read: {exc}") from exc
     _check_count(tree)
-    return tree
+    return _copy(tree)
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of ``value``, for which :func:`_check_count` has found no cycle."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_count(tree: Any) -> None:

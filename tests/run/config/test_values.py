@@ -190,6 +190,18 @@ def test_a_key_may_be_changed_where_it_is_merged(tmp_path: Path) -> None:
     assert load_config(path).rollout.threads == 4
 
 
+def test_an_override_changes_no_other_section_of_the_same_alias(tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    options = "workflow_options: &o {level: 1, inner: [{a: 1}]}, engine_options: *o"
+    path.write_text(yaml.safe_dump(MINIMAL) + f"rollout: {{workflow: 'a:b', engine: e, {options}}}\n")
+    rollout = load_config(path, ["rollout.workflow_options.level=7"]).rollout
+    assert rollout.workflow_options == {"level": 7, "inner": [{"a": 1}]}
+    assert rollout.engine_options == {"level": 1, "inner": [{"a": 1}]}
+    word = "rollout={workflow: 'a:b', workflow_options: &o {level: 1}, engine: e, engine_options: *o}"
+    rollout = load_config(path, [word, "rollout.engine_options.level=7"]).rollout
+    assert (rollout.workflow_options, rollout.engine_options) == ({"level": 1}, {"level": 7})
+
+
 def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
