@@ -11,18 +11,18 @@ import torch
 
 from hwrl.memory.slabs import part_of
 
+Range = tuple[int, int]
+"""The first byte of a part of a slab, and the byte after its last."""
+
 
 class Loan:
-    """A lent range of a slab, named by its ``start``; None is the whole slab.
-
-    An offload waits for the end of the loan before it overwrites the range.
-    """
+    """A lent range of a slab. An offload waits for the end of the loan before it overwrites a part of the range."""
 
     __slots__ = ("_due", "_loans")
 
-    def __init__(self, loans: Loans, start: int | None) -> None:
-        self._loans, self._due = loans, [start]  # the first give_back takes it out
-        loans.begin(start)
+    def __init__(self, loans: Loans, lent: Range) -> None:
+        self._loans, self._due = loans, [lent]  # the first give_back takes it out
+        loans.begin(lent)
 
     def give_back(self) -> None:
         """Let offloads overwrite the range. Any thread may call it, repeatedly; deleting the object calls it, too."""
@@ -42,8 +42,8 @@ class HostCopy(Loan):
 
     __slots__ = ("_begin", "_like", "_slab")
 
-    def __init__(self, slab: torch.Tensor, begin: int, like: torch.Tensor, loans: Loans, start: int) -> None:
-        super().__init__(loans, start)
+    def __init__(self, slab: torch.Tensor, begin: int, like: torch.Tensor, loans: Loans, lent: Range) -> None:
+        super().__init__(loans, lent)
         self._slab, self._begin, self._like = slab, begin, like
 
     @property
@@ -56,25 +56,25 @@ class HostCopies:
     """All host copies of an :class:`Offloader`, lent at once by :meth:`Offloader.lend_all`.
 
     A thread may take single copies from it with :meth:`lend` later, even after a load, and give the rest back. An
-    element of ``slabs`` has a slab, the start in it of each storage's copy, by the storage's key, and its loans.
+    element of ``slabs`` has a slab, the range in it of each storage's copy, by the storage's key, and its loans.
     """
 
-    def __init__(self, slabs: Sequence[tuple[torch.Tensor, Mapping[int, int], Loans]]) -> None:
+    def __init__(self, slabs: Sequence[tuple[torch.Tensor, Mapping[int, Range], Loans]]) -> None:
         self._slabs = slabs
-        self._slab_loans = [Loan(loans, None) for _, _, loans in slabs]
+        self._slab_loans = [Loan(loans, (0, slab.numel())) for slab, _, loans in slabs]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether there is a copy of ``tensor`` (not a DTensor)."""
         storage = tensor.untyped_storage()._cdata
-        return any(storage in starts for _, starts, _ in self._slabs)
+        return any(storage in ranges for _, ranges, _ in self._slabs)
 
     def lend(self, tensor: torch.Tensor) -> HostCopy | None:
         """Lend the copy of ``tensor`` (not a DTensor) on its own; None if there is none."""
         storage = tensor.untyped_storage()._cdata
-        for slab, starts, loans in self._slabs:
-            if (start := starts.get(storage)) is not None:
-                begin = start + int(tensor.storage_offset()) * tensor.element_size()
-                return HostCopy(slab, begin, tensor, loans, start)
+        for slab, ranges, loans in self._slabs:
+            if (lent := ranges.get(storage)) is not None:
+                begin = lent[0] + int(tensor.storage_offset()) * tensor.element_size()
+                return HostCopy(slab, begin, tensor, loans, lent)
         return None
 
     def give_back(self) -> None:
@@ -84,24 +84,29 @@ class HostCopies:
 
 
 class Loans:
-    """The readers of a slab's ranges, counted by the start of the range; None is the whole slab. Thread-safe."""
+    """The readers of a slab, counted by the ranges that they read. Thread-safe.
+
+    Ranges of different times may overlap: after an offload of smaller storages, later storages are at other places.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._readers: Counter[int | None] = Counter()
+        self._readers: Counter[Range] = Counter()
 
-    def begin(self, start: int | None) -> None:
+    def begin(self, lent: Range) -> None:
         """Count one more reader."""
         with self._changed:
-            self._readers[start] += 1
+            self._readers[lent] += 1
 
-    def end(self, start: int | None) -> None:
+    def end(self, lent: Range) -> None:
         """Count one reader less."""
         with self._changed:
-            self._readers[start] -= 1
+            self._readers[lent] -= 1
+            if not self._readers[lent]:
+                del self._readers[lent]
             self._changed.notify_all()
 
-    def wait(self, start: int) -> None:
-        """Block until the range has no readers."""
+    def wait(self, start: int, end: int) -> None:
+        """Block until no reader has a byte of the range."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._readers[start] and not self._readers[None])
+            self._changed.wait_for(lambda: all(end <= lent[0] or lent[1] <= start for lent in self._readers))

@@ -11,7 +11,7 @@ import torch
 from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards
-from hwrl.memory.lending import Loans
+from hwrl.memory.lending import Loans, Range
 from hwrl.memory.pool import PinnedPool
 from hwrl.memory.slabs import batches
 from hwrl.memory.storages import NamedTensors, SharedStorage, device_storages, require_resizing, stored_tensors
@@ -56,7 +56,7 @@ class OffloadablePart:
         self._slab_content: dict[int, StorageCopy] = {}  # by start
         self._storages: list[SharedStorage] = []
         self._copies: list[tuple[torch.UntypedStorage, StorageCopy]] = []  # in the order of the slab
-        self._starts: dict[int, int] = {}  # by storage, while offloaded
+        self._ranges: dict[int, Range] = {}  # by storage, while offloaded
         self._loans = Loans()
         self.offloaded = False
 
@@ -89,7 +89,7 @@ class OffloadablePart:
                 copy = StorageCopy(start, shared.storage.nbytes(), shared.versions, fingerprint)
                 self._copies.append((shared.storage, copy))
                 if known.get(start) != copy:
-                    self._loans.wait(start)
+                    self._loans.wait(start, start + copy.nbytes)
                     to_copy.append((slab[start : start + copy.nbytes], bytes_of(shared.storage)))
             yield to_copy
 
@@ -101,7 +101,7 @@ class OffloadablePart:
     def free_device(self) -> None:
         """Free the device memory. The slab holds all of its content, and uses are forbidden."""
         self._slab_content = {copy.start: copy for _, copy in self._copies}
-        self._starts = {storage._cdata: copy.start for storage, copy in self._copies}
+        self._ranges = {storage._cdata: (copy.start, copy.start + copy.nbytes) for storage, copy in self._copies}
         self.offloaded = True
         for storage, _ in self._copies:
             storage.resize_(0)
@@ -126,16 +126,16 @@ class OffloadablePart:
 
     def drop_storages(self) -> None:
         """Drop the references to the storages of a part on the device, so tensors replaced later are freed."""
-        self._storages, self._copies, self._starts = [], [], {}
+        self._storages, self._copies, self._ranges = [], [], {}
 
     def drop_slab(self) -> None:
         """Drop the host's copies of a part on the device."""
         self._slab, self._slab_content = None, {}
 
     @property
-    def lendable(self) -> tuple[torch.Tensor, Mapping[int, int], Loans] | None:
-        """The slab, the start of each storage's copy in it, and its loans; None unless the part is offloaded."""
-        return None if self._slab is None or not self.offloaded else (self._slab, self._starts, self._loans)
+    def lendable(self) -> tuple[torch.Tensor, Mapping[int, Range], Loans] | None:
+        """The slab, the range of each storage's copy in it, and its loans; None unless the part is offloaded."""
+        return None if self._slab is None or not self.offloaded else (self._slab, self._ranges, self._loans)
 
 
 def _aligned_nbytes(shared: SharedStorage) -> int:

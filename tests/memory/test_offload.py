@@ -3,6 +3,7 @@
 import functools
 import gc
 import resource
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -298,3 +299,20 @@ def test_close_gives_the_host_memory_back_to_the_system() -> None:
 def _resident_nbytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_a_lent_copy_stays_if_later_storages_move_over_its_range() -> None:
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.arange(1000.0))
+    with Offloader(model, backend=BACKEND) as offloader:
+        offloader.offload()
+        copy = offloader.lend(model.b)
+        offloader.load()
+        model.a = nn.Parameter(torch.zeros(100))  # so the place of b begins earlier
+        offloading = threading.Thread(target=offloader.offload)
+        offloading.start()
+        offloading.join(0.3)
+        assert offloading.is_alive() and copy is not None and torch.equal(copy.tensor, torch.arange(1000.0))
+        copy.give_back()
+        offloading.join(30.0)
+        assert not offloading.is_alive()
