@@ -28,6 +28,14 @@ class AppendedFile:
             rest = rest[self._file.write(rest) :]
         self._check_path()
 
+    def end_line(self) -> None:
+        """Append a newline if the last line lacks it, for example after a power loss."""
+        with self._path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            last = file.read(1)
+        if last not in (b"", b"\n"):
+            self.write(b"\n")
+
     def sync(self) -> None:
         """Make the content durable with fsync. To make the directory entry durable, sync the directory as well."""
         self._check_path()

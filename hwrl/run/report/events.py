@@ -42,6 +42,7 @@ class RecordedView:
         self._file: AppendedFile | None = None
         try:
             self._file = AppendedFile(self._path)
+            self._file.end_line()
         except OSError as exc:
             self._give_up(exc)
 
