@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
+from hwrl.errors import CommError, CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
 from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import (
@@ -206,8 +207,11 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Leave the link and free the memory; received tensors must not be used after this."""
-        self._registrations.leave()
-        self._intake.close()
+        try:
+            with contextlib.suppress(CommError):  # if the store is lost, there is no link to leave
+                self._registrations.leave()
+        finally:
+            self._intake.close()
 
     def _leave(self) -> None:
         self._registrations.leave()

@@ -1,6 +1,8 @@
 """The rules of the weight link, with sender and receivers as threads of one process; the groups are real."""
 
 import gc
+import os
+import subprocess
 import time
 import weakref
 from collections.abc import Iterator
@@ -391,6 +393,24 @@ def test_a_lost_store_is_named() -> None:
     del served
     with pytest.raises(PeerLostError, match="the store cannot be reached"):
         receiver.poll()
+
+
+def test_a_receiver_that_has_lost_its_store_is_closed_whole() -> None:
+    served = serve_store()
+    with sender_of(connect_store(store_address(served)), transport="host") as sender:
+        receiver = receiver_of(connect_store(store_address(served)))
+        sender.publish(1, model_of(1))
+        assert receiver.receive(timeout_s=20.0).version == 1
+        del served
+        opened = _opened_versions()
+        with pytest.raises(KeyError, match="its own"), receiver:
+            raise KeyError("its own")
+        assert _opened_versions() == opened // 2, "the sender has the rest"
+
+
+def _opened_versions() -> int:
+    """Return how many version files this process has open."""
+    return subprocess.check_output(["ls", "-l", f"/proc/{os.getpid()}/fd"], text=True).count("hwrl-weights")
 
 
 class _Closing:
