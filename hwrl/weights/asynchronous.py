@@ -175,12 +175,15 @@ class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
         The iterator ends when the version is committed, and raises an error if it is not. Close an iterator before its
         end with ``aclose``, which aborts the receive. Cancelling an await of the next tensor does the same.
         """
-        incoming = await self._thread.run(self.receiver.stream, timeout_s=timeout_s)
+        begun: list[IncomingVersion] = []
         try:
+            await self._thread.run(lambda: begun.append(self.receiver.stream(timeout_s=timeout_s)))
+            (incoming,) = begun
             while (pair := await self._thread.run(_next_of, incoming, cancel=incoming.cancel)) is not None:
                 yield pair
         finally:
-            await self._thread.run(incoming.close)
+            for incoming in begun:  # also if the first await was cancelled
+                await self._thread.run(incoming.close)
 
 
 def _next_of(incoming: IncomingVersion) -> NamedTensor | None:

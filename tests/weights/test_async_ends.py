@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -89,6 +90,19 @@ def test_a_wait_that_is_cancelled_twice_still_waits_for_the_end_of_the_receive(s
                 await waiting
             with pytest.raises(CommTimeoutError):  # at once: the thread is free
                 await asyncio.wait_for(receiver.receive(timeout_s=0.0), timeout=10.0)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_cancelled_at_its_first_await_leaves_no_receive(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (_, __, streaming):
+            reading = asyncio.create_task(_read(streaming))
+            await asyncio.sleep(0)  # it is at its first await now
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert "hwrl-receive" not in [thread.name for thread in threading.enumerate()]
 
     asyncio.run(main())
 
