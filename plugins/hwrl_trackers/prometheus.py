@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +21,36 @@ PREFIX = "hwrl_"
 def metric_name(name: str) -> str:
     """Return the name of a run's metric in Prometheus, where Ray adds ``ray_`` in front.
 
+    A name with characters beyond ASCII ends in a checksum, because its letters are lost.
+
     >>> metric_name("eval/pass@4")
     'hwrl_eval_pass_4'
+    >>> metric_name("reward/准确率")
+    'hwrl_reward__5c739f73'
     """
+    return _plain(name) if name.isascii() else _checked(name)
+
+
+class MetricNames:
+    """Gives each metric of a run a name of its own in Prometheus."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, str] = {}  # by their names in Prometheus
+
+    def of(self, name: str) -> str:
+        """Return ``metric_name(name)``, with a checksum if another metric has this name already."""
+        usual = metric_name(name)
+        chosen = usual if self._metrics.setdefault(usual, name) == name else _checked(name)
+        self._metrics[chosen] = name
+        return chosen
+
+
+def _plain(name: str) -> str:
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]+", "_", name)
+
+
+def _checked(name: str) -> str:
+    return f"{_plain(name)}_{zlib.crc32(name.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def scrape_targets(nodes: list[dict[str, Any]], *, run: TrackedRun) -> list[dict[str, Any]]:
@@ -47,6 +74,7 @@ class PrometheusTracker(Tracker):
 
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
+        self._names = MetricNames()
         self._tags: dict[str, str] = {}
         self._targets = ""
 
@@ -74,7 +102,8 @@ class PrometheusTracker(Tracker):
         if name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[name] = Gauge(metric_name(name), description=f"hwrl: {name}", tag_keys=tuple(self._tags))
+            keys = tuple(self._tags)
+            self._gauges[name] = Gauge(self._names.of(name), description=f"hwrl: {name}", tag_keys=keys)
         return self._gauges[name]
 
 

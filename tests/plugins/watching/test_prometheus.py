@@ -17,7 +17,7 @@ from hwrl.interfaces import TrackedRun
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import load_config
 from hwrl.run.demo import write_demo
-from hwrl_trackers.prometheus import TARGETS, hwrl_tracker, metric_name, scrape_targets
+from hwrl_trackers.prometheus import TARGETS, MetricNames, hwrl_tracker, metric_name, scrape_targets
 
 NEEDED = "Ray exports metrics only as ray[default]: make test-stack-watching"
 RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {})
@@ -26,6 +26,18 @@ RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {})
 @pytest.mark.parametrize("name", ["reward/mean", "eval/pass@4", "eval/two words/reward", "9/ä"])
 def test_a_metric_has_a_name_that_prometheus_takes(name: str) -> None:
     assert re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", metric_name(name))
+
+
+def test_each_metric_of_a_run_has_a_name_of_its_own() -> None:
+    names = ["reward/准确率", "reward/长度", "my/a.b", "my/a_b", "my/a/b", "reward/mean", "reward/épée"]
+    of_run, again = MetricNames(), MetricNames()
+    mine = {name: of_run.of(name) for name in names}
+    assert len(set(mine.values())) == len(names)
+    assert all(re.fullmatch("hwrl_[a-zA-Z0-9_]*", name) for name in mine.values())
+    assert (mine["reward/mean"], mine["my/a.b"]) == ("hwrl_reward_mean", "hwrl_my_a_b"), "the usual names stay plain"
+    assert {name: of_run.of(name) for name in reversed(names)} == mine, "a metric keeps its name"
+    for name in ("reward/长度", "reward/准确率"):
+        assert again.of(name) == mine[name], "whatever came first"
 
 
 def test_the_targets_are_the_live_nodes_that_export() -> None:
