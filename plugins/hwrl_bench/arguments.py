@@ -22,6 +22,11 @@ def positive_int(text: str) -> int:
     return _number(text, int, lambda value: value > 0, "a whole number above 0")
 
 
+def several(text: str) -> int:
+    """Return a whole number above 1."""
+    return _number(text, int, lambda value: value > 1, "a whole number above 1")
+
+
 def whole_number(text: str) -> int:
     """Return a whole number, 0 or more."""
     return _number(text, int, lambda value: value >= 0, "a whole number, 0 or more")

@@ -106,13 +106,20 @@ class LedgerWay(GroupWay):
         self._ledger.kill()
 
 
+def queue_size(config: Config, call: int) -> int:
+    """Return how many groups the queue may hold: as many as the ledger.
+
+    It holds more if ``call`` groups would not fit beside less than a batch. Else trainer and replicas wait for ever.
+    """
+    batch = config.groups_per_version
+    return max((config.async_training.staleness_threshold + 1) * batch, batch - 1 + call)
+
+
 class QueueWay(GroupWay):
-    """``ray.util.queue.Queue``, as large as the ledger lets its groups become."""
+    """``ray.util.queue.Queue`` with :func:`queue_size`."""
 
     def __init__(self, options: WayOptions) -> None:
-        config = options.config
-        limit = (config.async_training.staleness_threshold + 1) * config.groups_per_version
-        self._queue = Queue(maxsize=max(limit, options.call), actor_options={"num_cpus": 0})
+        self._queue = Queue(maxsize=queue_size(options.config, options.call), actor_options={"num_cpus": 0})
         super().__init__(options, _QueueService(self._queue))
         self.pid = ray.get(self._queue.actor.__ray_call__.remote(lambda actor: os.getpid()))
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwrl_bench.arguments import add_json, positive_int, whole_number
+from hwrl_bench.arguments import add_json, several, whole_number
 from hwrl_bench.models import MODELS, ModelShape, random_model
 from hwrl_bench.result import provenance, report
 from hwrl_bench.training_runs import History, train_in_turns
@@ -58,7 +58,7 @@ def reward(prompt: str, response: str, answer: str) -> float:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", choices=sorted(MODELS), default="1.7b", help="size of the model (default 1.7b)")
-    parser.add_argument("--steps", type=positive_int, default=8, help="training steps of each way (default 8)")
+    parser.add_argument("--steps", type=several, default=8, help="training steps of each way, above 1 (default 8)")
     parser.add_argument("--engine", default="vllm", help="hwrl's rollout.engine (default vllm)")
     parser.add_argument(
         "--peers", nargs="*", choices=sorted(PEERS), default=[], help="other packages to run after hwrl"

@@ -64,6 +64,16 @@ def test_the_speed_counts_from_the_end_of_the_first_step(
     assert "trl: not measured: trl is not installed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps", ["1", "0", "two"])
+def test_a_run_without_a_counted_step_is_refused_at_once(
+    steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hwrl.run.run_training", _runs_in([50.0], [1000.0]))
+    with pytest.raises(SystemExit):
+        main(["bench", "path", "--model", "tiny", "--steps", steps])
+    assert f"--steps: it must be a whole number above 1, and is '{steps}'" in capsys.readouterr().err
+
+
 def test_the_table_gives_the_ratio_to_a_measured_peer() -> None:
     row = {"tokens_per_s": 300.0, "tokens_per_s_per_device": 150.0, "step_s": 1.0}
     text = table({"hwrl": row, "trl": {**row, "tokens_per_s": 200.0}})
