@@ -467,9 +467,13 @@ def _start_server(host: str) -> EndpointServer:
 
 
 async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel all other tasks, wait up to ``_END_S`` for those that are not ``abandoned``, and stop the loop."""
+    """Cancel all other tasks, wait up to ``_END_S`` for those that are not ``abandoned``, and stop the loop.
+
+    A task that is cancelled already is not cancelled again: it may be closing what it had opened.
+    """
     others = asyncio.all_tasks() - {asyncio.current_task(), *abandoned}
-    for task in [*others, *abandoned]:
-        task.cancel()
+    for task in others:
+        if not task.cancelling():
+            task.cancel()
     await asyncio.wait(others, timeout=_END_S) if others else None
     loop.call_soon(loop.stop)

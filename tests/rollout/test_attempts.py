@@ -142,3 +142,25 @@ def test_a_run_that_cancels_all_tasks_of_the_loop_ends_its_group() -> None:
         group = start(generator)
         step_until(generator, lambda: not generator.pending())
         assert "cancelled" in str(group.result().failure)
+
+
+def test_a_dropped_run_may_close_what_it_opened_at_the_end_of_the_replica() -> None:
+    began, closing, closed = threading.Event(), threading.Event(), threading.Event()
+
+    async def opens(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closing.set()
+            for _ in range(5000):
+                await asyncio.sleep(0)
+            closed.set()
+        raise AssertionError
+
+    with generator_of(opens, timeout_s=20.0, cancel_s=20.0) as generator:
+        start(generator)
+        assert began.wait(20)
+        generator.drop()
+        assert closing.wait(20)
+    assert closed.is_set()
