@@ -11,6 +11,7 @@ import shutil
 import stat
 import struct
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +79,17 @@ class MemoryFiles:
 class DirectoryFiles:
     """Makes files in a new directory under ``base``. ``close`` deletes the directory.
 
-    A killed process leaves its directory behind, and the next process that uses ``base`` deletes it.
+    A killed process leaves its directory behind, and the next process that uses ``base`` deletes it. A forked child
+    does not own the directory, so it keeps no dead sender's directory and deletes no living sender's.
     """
 
     def __init__(self, base: Path) -> None:
         _delete_abandoned(base)
-        made, self._owner = _new_directory(base)
+        made, owner = _new_directory(base)
         self.directory = str(made)
+        self._disown = weakref.finalize(self, os.close, owner)
+        self._disown.atexit = False  # the end of the process releases the lock
+        _owned.add(self)
 
     def make(self, slot: int, *, nbytes: int) -> int:
         """Return a new file of ``nbytes``."""
@@ -97,9 +102,25 @@ class DirectoryFiles:
         return slot
 
     def close(self) -> None:
-        """Delete the files."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._owner)
+        """Delete the files, unless this process does not own them. May be called again."""
+        if self._disown.alive:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.disown()
+
+    def disown(self) -> None:
+        """Release the lock that marks the directory as this process's."""
+        self._disown()
+
+
+_owned: weakref.WeakSet[DirectoryFiles] = weakref.WeakSet()
+
+
+def _disown_in_child() -> None:
+    for files in list(_owned):
+        files.disown()
+
+
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def _allocate(file: int, *, nbytes: int, where: str) -> None:

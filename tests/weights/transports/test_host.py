@@ -24,7 +24,7 @@ from hwrl.weights import WeightReceiver, WeightSource
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverContext
 from hwrl.weights.transports.host import HostReceiver
-from hwrl.weights.transports.host_versions import HostPayload, MemoryFiles
+from hwrl.weights.transports.host_versions import DirectoryFiles, HostPayload, MemoryFiles
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import LateBackend
 from tests.support.weight_link import beside, channel_of, model_of, newest_proposal, receiver_of, sender_of, store
@@ -373,3 +373,26 @@ def test_held_weights_are_read_ahead_as_gathering_and_to_their_end_also_if_they_
         with pytest.raises(LayoutMismatchError, match="'b' was planned as"):
             sender.publish(2, sources[1])
         assert len(ended) == 2
+
+
+def test_a_forked_child_neither_keeps_nor_deletes_a_senders_directory(tmp_path: Path) -> None:
+    (closed, tell_closed), (test_ended, end_test) = os.pipe(), os.pipe()
+    if (sender := os.fork()) == 0:
+        try:
+            os.close(end_test)
+            files = DirectoryFiles(tmp_path)
+            if os.fork() == 0:
+                files.close()
+                os.write(tell_closed, b"x")
+                os.read(test_ended, 1)
+            else:
+                os.read(closed, 1)
+        finally:
+            os._exit(0)  # as if it was killed
+    os.waitpid(sender, 0)
+    (abandoned,) = tmp_path.iterdir()
+    DirectoryFiles(tmp_path).close()
+    is_deleted = not abandoned.exists()
+    for end in (closed, tell_closed, test_ended, end_test):
+        os.close(end)
+    assert is_deleted
