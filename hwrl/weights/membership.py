@@ -40,6 +40,7 @@ class Membership:
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
         """Member → the number of the content for which it has voted "whole", or LOST."""
+        self._has_committed = False  # whether some member has ever committed a version, also if it has left since
         self._postponed_s: dict[int, float] = {}  # new member → when it missed its first version
         self._joins_seen = 0
         self._numbers_seen = 0
@@ -101,6 +102,7 @@ class Membership:
     def note_committed(self, members: Collection[int], content: int) -> None:
         """Record that ``members`` have voted "whole" for ``content``. Members removed meanwhile are ignored."""
         with self._lock:
+            self._has_committed = True
             self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 
     def note_at_risk(self, members: Collection[int]) -> None:
@@ -116,7 +118,7 @@ class Membership:
     def new_among(self, members: Collection[int]) -> set[int]:
         """Return the new ones of ``members``: they have committed nothing. Empty until some member has committed."""
         with self._lock:
-            return {member for member in members if member not in self.served} if self.served else set()
+            return {member for member in members if member not in self.served} if self._has_committed else set()
 
     def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> Postponed:
         """Record that the new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.

@@ -46,6 +46,14 @@ def test_a_new_receiver_that_does_not_come_delays_no_version_for_long(store: Sto
             assert not report.excluded and sender.new_receivers() == ("new",), "it gets a later version"
 
 
+def test_patience_stays_short_when_the_last_served_receiver_has_left(store: Store, sender: WeightSender) -> None:
+    with receiver_of(store, "old") as old:
+        publish(sender, 1, old)
+    with receiver_of(store, "new"):
+        seconds, report = publish(sender, 2)
+        assert seconds < SOON_S and not report.excluded and report.left_out == ("new",)
+
+
 def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
