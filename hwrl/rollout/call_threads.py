@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
-_Result = TypeVar("_Result")
-_Args = ParamSpec("_Args")
+_Returned = TypeVar("_Returned")
+_Parameters = ParamSpec("_Parameters")
 
 
 class CallThreads(ThreadPoolExecutor):
@@ -28,9 +28,11 @@ class CallThreads(ThreadPoolExecutor):
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._guard = threading.Lock()
 
-    def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
+    def submit(
+        self, fn: Callable[_Parameters, _Returned], /, *args: _Parameters.args, **kwargs: _Parameters.kwargs
+    ) -> Future[_Returned]:
         """Run ``fn`` as soon as there is a place. Does not block."""
-        future: Future[_Result] = Future()
+        future: Future[_Returned] = Future()
         with self._guard:
             self._calls.append((future, functools.partial(fn, *args, **kwargs)))
         self._begin_calls()

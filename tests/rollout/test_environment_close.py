@@ -65,7 +65,7 @@ class Held:
 class HeldAndClosedByACoroutine(Held):
     """Its ``close`` is a coroutine function."""
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:  # type: ignore[override] # both kinds are allowed
         self._stage.close()
 
 

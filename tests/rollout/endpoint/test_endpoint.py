@@ -122,7 +122,7 @@ async def test_an_answer_that_cannot_be_sent_is_not_recorded(endpoint: Endpoint,
         said = await generate(token_ids, sampling)
         return replace(said, logprobs=np.full(len(said.token_ids), np.nan, np.float32))
 
-    policy.generate = damaged  # type: ignore[method-assign]
+    policy.generate = damaged  # type: ignore[method-assign] # this policy alone
     answer = await chat(endpoint, [USER], logprobs=True)
     assert answer.status == 500 and not endpoint.trajectories()
 
