@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +27,8 @@ from hwrl.weights.source import WeightSource, drain
 from hwrl.weights.transaction import OutgoingVersion, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
+
+_NO_CONTENT = -1  # no receiver has it
 
 
 class WeightSender:
@@ -129,28 +133,31 @@ class WeightSender:
         again). With ``again`` the tensors count as new: they are sent to all receivers, and ``version`` may be any
         number, a step for example. Without receivers the device and ipc transports send nothing.
 
-        Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
-        three attempts fail with no receiver to exclude (one with an error of its own is not excluded). No attempt
-        begins later than four times ``timeout_s`` after the first. If this raises, waiting receivers are told at once.
+        Raises TransferFailedError if another sender has taken over, if ``version`` is no integer or older than the
+        newest, or if three attempts fail with no receiver to exclude (one with an error of its own is not excluded). No
+        attempt begins later than four times ``timeout_s`` after the first. If this raises, waiting receivers are told
+        at once.
         """
         clock, shown = StageClock(), self._channel.shown
-        content = self._content_of(version, again=again)
+        number, content = 0, _NO_CONTENT  # if version is no integer
         try:
+            number = _checked_version(version)
+            content = self._content_of(number, again=again)
             with clock("gather"), torch.no_grad():
-                self._check_turn(version, again=again)
+                self._check_turn(number, again=again)
                 self._check_choice(to)
                 source = self._source_of(weights)
                 link = self._link_for(source)
-            outcome = link.commit(OutgoingVersion(version, content, checked_metadata(metadata), source, to), clock)
+            outcome = link.commit(OutgoingVersion(number, content, checked_metadata(metadata), source, to), clock)
         except BaseException as exc:
-            self._abandon(version, exc, content=content, to=to, before=shown)
+            self._abandon(number, exc, content=content, to=to, before=shown)
             raise
         finally:
             if isinstance(weights, Iterator):
                 drain(weights)
-        self.version, self._content = version, content
+        self.version, self._content = number, content
         nbytes = link.layout.payload_nbytes
-        return TransferReport(version, nbytes, clock.seconds, *outcome, clock.span_s())
+        return TransferReport(number, nbytes, clock.seconds, *outcome, clock.span_s())
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.
@@ -335,6 +342,13 @@ def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = Non
         best_nbytes -= best_nbytes % ALIGNMENT_NBYTES
     chosen_nbytes = best_nbytes if slab_nbytes is None else slab_nbytes
     return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # packing larger tensors would leave slabs half empty
+
+
+def _checked_version(version: Any) -> int:
+    with contextlib.suppress(TypeError):
+        if not isinstance(version, bool):
+            return operator.index(version)
+    raise TransferFailedError(f"version {version!r} cannot be sent", why="it is not an integer", fix="give an integer")
 
 
 def _check_timeout(timeout_s: float) -> None:

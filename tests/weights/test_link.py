@@ -387,6 +387,27 @@ def test_wrong_options_are_refused(store: Store) -> None:
         sender.publish(1, model_of(1), {"config": {"lr": 1}})  # type: ignore[dict-item]  # that is the point
 
 
+@pytest.mark.parametrize("version", [3.0, True, "3", None])
+def test_a_version_that_is_no_integer_is_refused_and_waiting_receivers_are_told(store: Store, version: Any) -> None:
+    weights = iter(model_of(1))
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        with pytest.raises(TransferFailedError, match=rf"version {version!r} cannot be sent"):
+            sender.publish(version, weights)
+        assert next(weights, None) is None, "an iterator is read to its end"
+        with pytest.raises(TransferFailedError, match="it is not an integer"):
+            waiting()
+        exchange(sender, [receiver], 1)
+
+
+def test_a_version_may_be_an_integer_of_another_library(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        number: Any = torch.tensor(3)
+        assert type(sender.publish(number, model_of(3)).version) is int
+        assert type(waiting().version) is int
+
+
 def test_a_lost_store_is_named() -> None:
     served = serve_store()
     receiver = receiver_of(connect_store(store_address(served)))
