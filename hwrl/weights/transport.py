@@ -281,14 +281,19 @@ class SenderRound:
             self._channel.forget_transport_note(self.proposal, _in_chapter(self._chapter, key), member=member)
 
     def _look(self, missing: Callable[[Sequence[int], float], list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
-        """Yield the late members every half second, until none is late or ``timeout_s`` has passed."""
+        """Yield the late members every half second, until none is late or ``timeout_s`` has passed. Look once at least.
+
+        What the caller does between two looks counts, too.
+        """
         late: Sequence[int] = self.proposal.to
-        waited_s = 0.0
-        while late and waited_s < timeout_s:
-            slice_s = min(_LOOK_S, timeout_s - waited_s)
-            late = missing(late, slice_s)
-            waited_s += slice_s
+        deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
+        while late:
+            late = missing(late, max(0.0, min(_LOOK_S, left_s)))
             yield late
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
 
     def _has_broken(self, silent: Collection[int]) -> bool:
         votes = (self._channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)

@@ -291,3 +291,24 @@ def test_a_receiver_that_has_read_all_and_voted_has_not_stopped_reading(store: S
         channel = channel_of(store)
         sending = SenderRound(newest_proposal(store), channel, _VotesMeanwhile(channel))
         sending.wait_for_all("read", timeout_s=SOON_S)
+
+
+class _Slow(Membership):
+    """The link has so many members that one look at them takes longer than the sender waits."""
+
+    looks = 0
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.looks += 1
+        time.sleep(0.6)
+
+
+def test_the_time_of_the_looks_counts_in_a_wait_for_receivers(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel = channel_of(store)
+        proposal = replace(newest_proposal(store), number=channel.reserve_number(1))
+        membership = _Slow(channel)
+        assert SenderRound(proposal, channel, membership).wait_for_ready(0.6) == list(proposal.to)
+        assert membership.looks == 1
