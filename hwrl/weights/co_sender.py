@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +53,10 @@ class Reports:
         deadline = time.monotonic() + self._limits.timeout_s
         hurry = False
         for share, rank in self._co_senders:
-            report = None
-            while report is None and time.monotonic() < deadline:
-                report = sending.wait_for_co_sender(_report_key(share), timeout_s=_LOOK_S)
+            report, left_s = None, math.inf
+            while report is None and left_s > 0:  # look once at least: the one before may have come at the last moment
+                left_s = deadline - time.monotonic()
+                report = sending.wait_for_co_sender(_report_key(share), timeout_s=max(0.0, min(_LOOK_S, left_s)))
                 if report is None and not hurry and sending.has_votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
             found = _read(report, rank)

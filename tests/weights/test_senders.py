@@ -31,7 +31,7 @@ from hwrl.weights import (
 from hwrl.weights.co_sender import Reports, stopped_by_rank_0
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Limits
-from hwrl.weights.notes import ShareKind
+from hwrl.weights.notes import ShareKind, ShareReport
 from hwrl.weights.shared_reads import FollowerRead
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
@@ -310,6 +310,25 @@ def test_a_co_sender_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any
     with pytest.raises(TransferFailedError, match=r"(?s)rank 1 of the senders could not send its share.*layout"):
         Reports((0, 1), Limits(0.5)).wait_until_sent(sending)
     co_sender.close()
+
+
+class _SlowToReport(SenderRound):
+    """The report of share 1 comes at the last moment."""
+
+    def wait_for_co_sender(self, key: str, *, timeout_s: float) -> bytes | None:
+        if key == "share/1":
+            time.sleep(0.1)
+        return super().wait_for_co_sender(key, timeout_s=timeout_s)
+
+
+def test_a_report_at_the_last_moment_blames_no_other_co_sender(store: Any) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        channel, proposal = channel_of(store), newest_proposal(store)
+        for share in (1, 2):
+            channel.put_transport_note(proposal, f"share/{share}", ShareReport(ShareKind.SENT).to_json())
+        sending = _SlowToReport(proposal, channel, Membership(channel))
+        Reports((0, 1, 2), Limits(0.1)).wait_until_sent(sending)
 
 
 def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
