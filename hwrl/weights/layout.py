@@ -181,16 +181,21 @@ def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
     return raw.view(entry.dtype).view(entry.shape)
 
 
+def memory_key(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the address of ``tensor``, and whether it conjugates or negates what is there."""
+    return tensor.data_ptr(), tensor.is_conj(), tensor.is_neg()
+
+
 def find_ties(named: Iterable[NamedTensor]) -> dict[str, str]:
-    """Return, for each tensor with the same memory as an earlier one, the earlier one's name.
+    """Return, for each tensor with the same memory and elements as an earlier one, the earlier one's name.
 
     A meta tensor has no memory, so two names are tied if they have the same tensor object.
     """
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
     for name, tensor in named:
-        address = id(tensor) if tensor.is_meta else tensor.data_ptr()
-        if address == 0 or tensor.numel() == 0:
+        address = (id(tensor),) if tensor.is_meta else memory_key(tensor)
+        if address[0] == 0 or tensor.numel() == 0:
             continue
         key = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
         if key in first:

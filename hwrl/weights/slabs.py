@@ -16,7 +16,7 @@ import torch
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.interfaces import Backend
-from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
+from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, memory_key, view_bytes
 from hwrl.weights.messages import Vote, VoteKind
 from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource, drain
@@ -115,7 +115,7 @@ class TensorReader:
             self._tensors[number] = tensor
             self._next += 1
             first = None if entry.alias_of is None else self._tied_to[entry.alias_of]
-            if first is not None and tensor.data_ptr() != first.data_ptr():
+            if first is not None and memory_key(tensor) != memory_key(first):
                 raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
             if self._tied_to and name in self._tied_to:
                 self._tied_to[name] = tensor
@@ -203,7 +203,7 @@ class SlabRing:
     A slab is sent in place, without a slot, if its tensors are in memory as in the layout: one contiguous tensor, a
     part of one, or several tensors of a flat storage. Other slabs are packed into a slot by one batched copy for each
     item size. Memory is allocated when it is first needed, and reused. Later nothing is allocated, except a temporary
-    for a tensor that is larger than a slab and not contiguous.
+    for a tensor that is larger than a slab and not contiguous, or a view that conjugates or negates.
     """
 
     def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
@@ -263,7 +263,7 @@ class SlabRing:
         """
         first = slab.pieces[0]
         begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
-        if begin % 8 or not tensors[0].is_contiguous() or tensors[0].device != self._device:
+        if begin % 8 or not _is_as_in_memory(tensors[0]) or tensors[0].device != self._device:
             return None  # the checksum reads 64-bit words
         if len(tensors) > 1 and not self._are_adjacent(slab, tensors):
             return None
@@ -276,7 +276,7 @@ class SlabRing:
     def _are_adjacent(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> bool:
         base = tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
         for piece, tensor in zip(slab.pieces, tensors, strict=True):
-            if tensor.data_ptr() + piece.start != base + piece.at or not tensor.is_contiguous():
+            if tensor.data_ptr() + piece.start != base + piece.at or not _is_as_in_memory(tensor):
                 return False
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
@@ -321,7 +321,14 @@ def _slot_nbytes(layout: WeightLayout) -> int:
     return largest + -largest % max(INTEGERS)  # so that it can be viewed as any dtype
 
 
+def _is_as_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` are the bytes of its memory, in order."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     if piece.whole:
         return tensor.view(dtype)
     return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hwrl.comm import Comm, connect_store, serve_store, store_address
-from hwrl.errors import WeightsError
+from hwrl.comm import Comm, Store, connect_store, serve_store, store_address
+from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.testing.processes import run_processes
 from hwrl.weights import SharedReads, WeightLayout, WeightSource
 from hwrl_cpu import INFO, CpuBackend
@@ -124,3 +124,21 @@ def test_only_lists_tuples_and_items_of_dicts_hold_their_tensors() -> None:
     held = (named.items(), OrderedDict(named).items(), list(named.items()), tuple(named.items()), iter(named.items()))
     assert all(WeightSource.of(weights).holds_tensors for weights in held)
     assert not WeightSource.of(Lazy().items()).holds_tensors
+
+
+@pytest.mark.parametrize("slab_nbytes", [512, 1 << 20])
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_views_that_conjugate_or_negate_arrive_as_they_are_read(store: Store, transport: str, slab_nbytes: int) -> None:
+    first = torch.complex(torch.arange(200.0), torch.arange(200.0) + 0.5)
+    weights = {"first": first, "conjugated": first.conj(), "again": first.conj(), "negated": first.conj().imag}
+    with (
+        sender_of(store, transport=transport, slab_nbytes=slab_nbytes) as sender,
+        receiver_of(store) as receiver,
+    ):
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        sender.publish(1, weights.items())
+        received = waiting()
+        for name, tensor in weights.items():
+            assert torch.equal(received[name], tensor), name
+        with pytest.raises(LayoutMismatchError, match="was tied to 'conjugated' and no longer is"):
+            sender.publish(2, {**weights, "again": first}.items())
