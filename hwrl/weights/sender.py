@@ -134,15 +134,13 @@ class WeightSender:
         number, a step for example. Without receivers the device and ipc transports send nothing.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is no integer or older than the
-        newest, or if three attempts fail with no receiver to exclude (one with an error of its own is not excluded). No
-        attempt begins later than four times ``timeout_s`` after the first. If this raises, waiting receivers are told
-        at once.
+        newest, or if three attempts fail with no receiver to exclude. No attempt begins later than four times
+        ``timeout_s`` after the first. If this raises, waiting receivers are told at once.
         """
         clock, shown = StageClock(), self._channel.shown
         number, content = 0, _NO_CONTENT  # if version is no integer
         try:
-            number = _checked_version(version)
-            content = self._content_of(number, again=again)
+            number, content = self._numbers_of(version, again=again)
             with clock("gather"), torch.no_grad():
                 self._check_turn(number, again=again)
                 self._check_choice(to)
@@ -156,8 +154,7 @@ class WeightSender:
             if isinstance(weights, Iterator):
                 drain(weights)
         self.version, self._content = number, content
-        nbytes = link.layout.payload_nbytes
-        return TransferReport(number, nbytes, clock.seconds, *outcome, clock.span_s())
+        return TransferReport(number, link.layout.payload_nbytes, clock.seconds, *outcome, clock.span_s())
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.
@@ -217,15 +214,16 @@ class WeightSender:
             return len(self._membership.names()) >= receivers
         return not self._membership.absent(receivers)
 
-    def _content_of(self, version: int, *, again: bool) -> int:
-        """Return the number of a version's content: the newest content if ``version`` is published again, or a new one.
+    def _numbers_of(self, version: int, *, again: bool) -> tuple[int, int]:
+        """Return ``version`` as an int, and the number of its content: the newest content if this is published again.
 
-        Members that have committed this number need no transfer.
+        Members that have committed this content need no transfer. Raises TransferFailedError if it is no integer.
         """
-        if version == self.version and not again:
-            return self._content
+        number = _checked_version(version)
+        if number == self.version and not again:
+            return number, self._content
         self._contents += 1
-        return self._contents
+        return number, self._contents
 
     def _abandon(
         self, version: int, exc: BaseException, *, content: int, to: Collection[str] | None, before: Proposal | None
