@@ -15,7 +15,8 @@ from hwrl.interfaces import Backend
 class TransferReport:
     """The result of one ``publish``.
 
-    ``nbytes`` are the bytes of the version's tensors, counting tied tensors once, even if nobody received them.
+    ``nbytes`` are the bytes of the version's tensors, counting tied tensors once, even if nobody received them. Only of
+    a first iterator that no receiver wanted they are those of its first chapter, because the rest is dropped unseen.
     ``transfer_s`` is the time from the first to the last of them on this process's device, measured by its events; 0.0
     if nothing was sent.
 
