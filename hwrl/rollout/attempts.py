@@ -41,7 +41,8 @@ class Attempts:
         """Return the result of ``call()`` and ""; or None and the reason why the attempt failed.
 
         ``call`` runs in a task of its own with the caller's context variables. If the caller is cancelled, the attempt
-        is, too, and has up to ``cancel_s`` to end before this raises CancelledError.
+        is, too, and has up to ``cancel_s`` to end before this raises CancelledError. A caller that is cancelled while
+        the attempt ends does not cut that short.
         """
         attempt, context = _Attempt(), contextvars.copy_context()
         context.run(_current.set, attempt)
@@ -61,13 +62,12 @@ class Attempts:
         reason = f"the workflow did not return within {self._timeout_s:g} s"
         task.cancel()
         try:
-            await asyncio.wait([task], timeout=self._cancel_s)
+            await _wait_out(task, self._cancel_s)
         finally:
             if not task.done():
                 attempt.abandoned = True
                 self._leave_behind(task)
         if not task.done():
-            _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
             return f"{reason}, did not end within {self._cancel_s:g} s of its cancellation, and was abandoned"
         _, error = _outcome_of(task)
         return (
@@ -75,6 +75,7 @@ class Attempts:
         )
 
     def _leave_behind(self, task: asyncio.Task[_Outcome]) -> None:
+        _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
         self.abandoned.add(task)
         self._threads.add_places(1)
         task.add_done_callback(self.abandoned.discard)
@@ -89,6 +90,19 @@ async def hold_if_abandoned() -> None:
     attempt = _current.get()
     if attempt is not None and attempt.abandoned:
         await asyncio.get_running_loop().create_future()
+
+
+async def _wait_out(task: asyncio.Task[Any], timeout_s: float) -> None:
+    """Wait until ``task`` has ended, for up to ``timeout_s``. A cancellation is raised after that."""
+    loop, cancelled = asyncio.get_running_loop(), None
+    deadline_s = loop.time() + timeout_s
+    while not task.done() and (left_s := deadline_s - loop.time()) > 0:
+        try:
+            await asyncio.wait([task], timeout=left_s)
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _outcome(call: Callable[[], Awaitable[Any]]) -> _Outcome:

@@ -72,13 +72,17 @@ def generator_of(workflow: Workflow, **settings: Any) -> Iterator[WorkflowGenera
         generator.close()
 
 
-def step_until(generator: WorkflowGenerator, condition: Callable[[], bool]) -> list[Any]:
-    finished: list[Any] = []
+def wait_until(condition: Callable[[], bool], do: Callable[[], object] = lambda: None) -> None:
     deadline_s = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
-        finished += generator.step()
+        do()
         time.sleep(0.001)
+
+
+def step_until(generator: WorkflowGenerator, condition: Callable[[], bool]) -> list[Any]:
+    finished: list[Any] = []
+    wait_until(condition, lambda: finished.extend(generator.step()))
     return finished
 
 
@@ -144,7 +148,8 @@ def test_a_run_that_cancels_all_tasks_of_the_loop_ends_its_group() -> None:
         assert "cancelled" in str(group.result().failure)
 
 
-def test_a_dropped_run_may_close_what_it_opened_at_the_end_of_the_replica() -> None:
+@pytest.mark.parametrize("timeout_s", [20.0, 0.05])
+def test_a_dropped_run_may_close_what_it_opened_at_the_end_of_the_replica(timeout_s: float) -> None:
     began, closing, closed = threading.Event(), threading.Event(), threading.Event()
 
     async def opens(client: PolicyClient, prompt: Prompt) -> Trajectory:
@@ -158,9 +163,10 @@ def test_a_dropped_run_may_close_what_it_opened_at_the_end_of_the_replica() -> N
             closed.set()
         raise AssertionError
 
-    with generator_of(opens, timeout_s=20.0, cancel_s=20.0) as generator:
+    with generator_of(opens, timeout_s=timeout_s, cancel_s=20.0) as generator:
         start(generator)
         assert began.wait(20)
+        assert timeout_s == 20.0 or closing.wait(20), "the limit did not end it"
         generator.drop()
         assert closing.wait(20)
     assert closed.is_set()
