@@ -436,6 +436,7 @@ class WorkflowGenerator(SampleGenerator):
         request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), drops), time.time()
         self._requests.append(request)
         response = await request.answer
+        await hold_if_abandoned()
         if (log := current_log()) is not None:
             log.add_generation(response, begin_unix_s)
         return response

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hwrl.interfaces import Sampling, Trajectory
+from hwrl.interfaces import Response, Sampling, Trajectory
 from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
 from tests.support.scripted_rollout import CountingEngine, Lengths
 
@@ -109,6 +109,26 @@ def test_the_late_result_of_an_abandoned_run_is_not_used_and_it_generates_no_lon
         assert row.response_ids.tolist() == [1, 2, 3] and generator.failed_runs == 1 and generator.tokens == 3
         stuck.release()
         assert not generator.has_work() and not stuck.is_over()
+
+
+def test_an_abandoned_run_gets_no_answer_to_a_call_that_was_under_way() -> None:
+    calls: list[asyncio.Task[Response]] = []
+
+    async def generates_at_its_end(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            calls.append(asyncio.create_task(client.generate(prompt.token_ids)))
+            await asyncio.Event().wait()
+        raise AssertionError
+
+    with generator_of(generates_at_its_end, attempts=1) as generator:
+        start(generator)
+        wait_until(lambda: generator.failed_runs == 1)  # the engine makes no step meanwhile
+        step_until(generator, lambda: generator.tokens > 0)
+        for _ in range(3):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), calls[0].get_loop()).result()
+        assert not calls[0].done()
 
 
 def test_an_abandoned_run_does_not_hold_the_end() -> None:
