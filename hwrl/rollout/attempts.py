@@ -6,30 +6,21 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from hwrl.rollout.call_threads import CallThreads
+from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
 from hwrl.rollout.reward import short_repr
 
 _log = logging.getLogger(__name__)
 _Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
-@dataclass(eq=False)
-class _Attempt:
-    abandoned: bool = False
-
-
-_current: contextvars.ContextVar[_Attempt | None] = contextvars.ContextVar("hwrl_attempt", default=None)
-
-
 class Attempts:
     """Runs attempts in the event loop of the caller, for at most ``timeout_s`` each.
 
     An attempt over its limit is cancelled once. If it does not end within ``cancel_s`` then, it is abandoned: it may go
-    on, to delete a sandbox for example, but nobody waits for it, and its result is never used. While it goes on,
-    ``threads`` have one more place, because it may hold one.
+    on, to delete a sandbox for example, but nobody waits for it, and its result is never used. Its calls have no places
+    among ``threads`` any longer.
     """
 
     def __init__(self, *, timeout_s: float, cancel_s: float, threads: CallThreads) -> None:
@@ -44,8 +35,8 @@ class Attempts:
         is, too, and has up to ``cancel_s`` to end before this raises CancelledError. A caller that is cancelled while
         the attempt ends does not cut that short.
         """
-        attempt, context = _Attempt(), contextvars.copy_context()
-        context.run(_current.set, attempt)
+        attempt, context = Caller(), contextvars.copy_context()
+        context.run(current_caller.set, attempt)
         task = asyncio.get_running_loop().create_task(_outcome(call), context=context)
         try:
             in_time, _ = await asyncio.wait([task], timeout=self._timeout_s)
@@ -57,7 +48,7 @@ class Attempts:
         result, error = _outcome_of(task)
         return (result, "") if error is None else (None, f"the workflow raised {short_repr(error)}")
 
-    async def _end(self, task: asyncio.Task[_Outcome], attempt: _Attempt) -> str:
+    async def _end(self, task: asyncio.Task[_Outcome], attempt: Caller) -> str:
         """Cancel ``task``, and abandon it if it does not end. Return why the attempt failed."""
         reason = f"the workflow did not return within {self._timeout_s:g} s"
         task.cancel()
@@ -65,8 +56,7 @@ class Attempts:
             await _wait_out(task, self._cancel_s)
         finally:
             if not task.done():
-                attempt.abandoned = True
-                self._leave_behind(task)
+                self._leave_behind(task, attempt)
         if not task.done():
             return f"{reason}, did not end within {self._cancel_s:g} s of its cancellation, and was abandoned"
         _, error = _outcome_of(task)
@@ -74,12 +64,11 @@ class Attempts:
             reason if error is None or isinstance(error, asyncio.CancelledError) else f"{reason}: {short_repr(error)}"
         )
 
-    def _leave_behind(self, task: asyncio.Task[_Outcome]) -> None:
+    def _leave_behind(self, task: asyncio.Task[_Outcome], attempt: Caller) -> None:
         _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
         self.abandoned.add(task)
-        self._threads.add_places(1)
+        self._threads.abandon(attempt)
         task.add_done_callback(self.abandoned.discard)
-        task.add_done_callback(lambda _: self._threads.add_places(-1))
 
 
 async def hold_if_abandoned() -> None:
@@ -87,7 +76,7 @@ async def hold_if_abandoned() -> None:
 
     An error instead could let a loop that catches everything block the event loop.
     """
-    attempt = _current.get()
+    attempt = current_caller.get()
     if attempt is not None and attempt.abandoned:
         await asyncio.get_running_loop().create_future()
 

@@ -16,7 +16,8 @@ import pytest
 
 from hwrl.interfaces import Sampling, Trajectory
 from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
-from hwrl.rollout.call_threads import CallThreads
+from hwrl.rollout.attempts import Attempts
+from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
 from hwrl.rollout.environments import call_maybe_async
 from tests.support.scripted_rollout import CountingEngine, Lengths
 
@@ -33,6 +34,17 @@ def tool() -> Iterator[threading.Event]:
 
 def threads_of(name: str) -> int:
     return sum(thread.name == name for thread in threading.enumerate())
+
+
+class Hanging:
+    """A call that ends with ``tool``. ``began`` counts the calls that began."""
+
+    def __init__(self, tool: threading.Event) -> None:
+        self._tool, self.began = tool, threading.Semaphore(0)
+
+    def __call__(self) -> bool:
+        self.began.release()
+        return self._tool.wait()
 
 
 def run(workflow: Workflow, **limits: Any) -> Any:
@@ -81,8 +93,9 @@ def test_a_tool_that_hangs_at_the_end_of_an_abandoned_run_leaves_the_threads_to_
 
 
 def test_no_more_calls_run_at_once_than_there_are_places(tool: threading.Event) -> None:
-    threads = CallThreads(2, "places")
-    first, second, third, fourth = (threads.submit(tool.wait) for _ in range(4))
+    threads, hanging = CallThreads(2, "places"), Hanging(tool)
+    first, second, third, fourth = (threads.submit(hanging) for _ in range(4))
+    assert hanging.began.acquire(timeout=20) and hanging.began.acquire(timeout=20)
     assert threads_of("places") == 2
     assert fourth.cancel() and threads_of("places") == 2
     assert first.cancel() and threads_of("places") == 3, "a call that nobody waits for has no place"
@@ -90,11 +103,90 @@ def test_no_more_calls_run_at_once_than_there_are_places(tool: threading.Event) 
     assert second.result(20) and third.result(20)
 
 
+class Connections(threading.local):
+    """A connection for each thread; ``made`` gets an entry for each."""
+
+    def __init__(self, made: list[int]) -> None:
+        made.append(1)
+
+    def use(self) -> None: ...
+
+
+def test_calls_find_the_thread_local_state_of_earlier_calls() -> None:
+    made: list[int] = []
+    threads, connections = CallThreads(4, "keeps"), Connections(made)
+    made.clear()  # this thread's own
+    for _ in range(50):
+        threads.submit(lambda: connections.use()).result(20)
+    assert len(made) == 1, "one thread is enough for calls one after another"
+    for call in [threads.submit(lambda: connections.use()) for _ in range(50)]:
+        call.result(20)
+    assert len(made) <= 4
+    worker = threads.submit(threading.current_thread).result(20)
+    threads.shutdown()
+    worker.join(20)
+    assert not worker.is_alive(), "idle threads end with the executor"
+
+
+def test_a_thread_that_was_given_up_takes_no_further_call(tool: threading.Event) -> None:
+    threads, hanging = CallThreads(1, "given up"), Hanging(tool)
+    given_up = threads.submit(threading.current_thread).result(20)
+    call = threads.submit(hanging)
+    assert hanging.began.acquire(timeout=20) and call.cancel()
+    assert threads.submit(threading.current_thread).result(20) is not given_up
+    tool.set()
+    given_up.join(20)
+    assert not given_up.is_alive() and threads.submit(len, "ab").result(20) == 2
+
+
+def test_the_calls_of_an_abandoned_caller_take_no_places(tool: threading.Event) -> None:
+    threads, caller, context = CallThreads(1, "abandoned"), Caller(), contextvars.copy_context()
+    context.run(current_caller.set, caller)
+    hanging = Hanging(tool)
+    running, queued, cancelled = (context.run(threads.submit, hanging) for _ in range(3))
+    assert hanging.began.acquire(timeout=20)
+    assert threads_of("abandoned") == 1 and cancelled.cancel()
+    threads.abandon(caller)
+    later = context.run(threads.submit, tool.wait)
+    assert threads_of("abandoned") == 3
+    assert threads.submit(len, "ab").result(20) == 2
+    other, waits = threads.submit(tool.wait), threads.submit(tool.wait)
+    assert threads_of("abandoned") == 4, "all others have the one place"
+    tool.set()
+    assert all(call.result(20) for call in (running, queued, later, other, waits))
+
+
+def test_abandoned_runs_do_not_let_more_calls_run_at_once(tool: threading.Event) -> None:
+    threads = CallThreads(1, "hung runs")
+
+    async def abandon_two_runs() -> None:
+        attempts, end = Attempts(timeout_s=0.01, cancel_s=0.01, threads=threads), asyncio.Event()
+
+        async def ignores_its_cancellation() -> None:
+            try:
+                await end.wait()
+            finally:
+                await end.wait()
+
+        await asyncio.gather(*(attempts.run(ignores_its_cancellation) for _ in range(2)))
+        assert len(attempts.abandoned) == 2
+        calls = [threads.submit(tool.wait) for _ in range(3)]
+        assert threads_of("hung runs") == 1
+        tool.set()
+        assert all(call.result(20) for call in calls)
+        end.set()
+        await asyncio.wait(set(attempts.abandoned))
+
+    asyncio.run(abandon_two_runs())
+
+
 def test_an_error_is_the_callers_and_after_the_end_no_call_begins(tool: threading.Event) -> None:
     threads = CallThreads(1, "ended")
     with pytest.raises(SystemExit):
         threads.submit(sys.exit, 3).result(20)
-    running, queued = threads.submit(tool.wait), threads.submit(tool.wait)
+    hanging = Hanging(tool)
+    running, queued = threads.submit(hanging), threads.submit(hanging)
+    assert hanging.began.acquire(timeout=20)
     threads.shutdown()
     tool.set()
     assert running.result(20) and not queued.done()
