@@ -109,4 +109,5 @@ class Loans:
     def wait(self, start: int, end: int) -> None:
         """Block until no reader has a byte of the range."""
         with self._changed:
-            self._changed.wait_for(lambda: all(end <= lent[0] or lent[1] <= start for lent in self._readers))
+            # A copy of the keys: the garbage collector may end a loan meanwhile, in this thread.
+            self._changed.wait_for(lambda: all(end <= lent[0] or lent[1] <= start for lent in list(self._readers)))

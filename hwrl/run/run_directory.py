@@ -157,6 +157,8 @@ def _counted_by(ledger: dict[str, Any], step: int) -> dict[str, int]:
     if not (isinstance(trained, int) and isinstance(of_version, int) and step and trained) or trained % step:
         return {}
     batch = trained // step
+    if of_version % batch:  # an earlier hwrl went on with another batch: the mean is none that was configured
+        return {}
     return {_BATCH: batch, _TRIGGER: of_version // batch}
 
 

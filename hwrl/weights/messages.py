@@ -116,7 +116,8 @@ class Abandonment:
             raise _unreadable("an abandonment", text) from exc
 
 
-_LONGEST_TIMEOUT_S = 1e9  # more is no time, and overflows in the libraries that get it
+LONGEST_TIMEOUT_S = 1e9
+"""A longer time overflows in libraries that get it."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Proposal:
             proposal = _read_fields(cls, found, payload=payload)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
             raise _unreadable("a proposal", text) from exc
-        if not 0 < proposal.timeout_s <= _LONGEST_TIMEOUT_S or proposal.senders < 1:
+        if not 0 < proposal.timeout_s <= LONGEST_TIMEOUT_S or proposal.senders < 1:
             raise _unreadable("a proposal", text)
         return proposal
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Limits, Metadata, Proposal, checked_metadata
+from hwrl.weights.messages import LONGEST_TIMEOUT_S, Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource, drain
@@ -350,11 +349,11 @@ def _checked_version(version: Any) -> int:
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ConfigError(
             f"timeout_s={timeout_s} cannot work",
             why="it is the time after which a receiver that does not answer is excluded",
-            fix="use a positive number of seconds",
+            fix=f"use a positive number of seconds, at most {LONGEST_TIMEOUT_S:g}",
         )
 
 

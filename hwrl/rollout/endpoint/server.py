@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -183,6 +184,12 @@ class _ImpatientProtocol(H11Protocol):
             self._limit_wait()
         else:
             self._due_s = None
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of a body: that has the shorter time limit."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._limit_wait()
 
     def _limit_wait(self) -> None:
         self._unset_keepalive_if_required()

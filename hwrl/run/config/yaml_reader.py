@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -21,19 +22,20 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with the numbers of YAML 1.2. PyYAML's own reads ``1:30`` as 90; here it is a text.
+    """YAML's safe loader, with the floats of YAML 1.2. PyYAML's own reads ``1:30`` as 90; here it is a text.
 
     A duplicate key in a mapping is an error. PyYAML would use the last one. So is an integer with a leading zero.
     """
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return the number, or the text if it has a colon."""
+        """Return the number, or the text if it has a colon or is like a hash: ``12e4567`` is no finite number."""
         if _LEADING_ZERO.match(node.value):
             problem = f"{node.value!r} has a leading zero: remove it, or quote a text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if ":" in node.value:
             return node.value
-        return self.construct_yaml_int(node) if node.tag == _INT else self.construct_yaml_float(node)
+        number = self.construct_yaml_int(node) if node.tag == _INT else self.construct_yaml_float(node)
+        return node.value if math.isinf(number) and _MORE_FLOATS.match(node.value) else number
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -88,14 +90,14 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         tree = yaml.load(text, Loader=_Loader)
+        _check_count(tree)
+        return _copy(tree)
     except yaml.YAMLError as exc:
         raise ValueError(str(exc)) from exc
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:  # from a date, a number or a tag
         raise ValueError(f"a value cannot be read: {exc}") from exc
-    _check_count(tree)
-    return _copy(tree)
 
 
 def _copy(value: Any) -> Any:
@@ -113,4 +115,4 @@ def _check_count(tree: Any) -> None:
         if isinstance(value, (dict, list)):
             waiting.extend(value.values() if isinstance(value, dict) else value)
     if count > _MAX_VALUES:
-        raise ValueError(f"it has more than {_MAX_VALUES:,} values, with each use of an alias counted")
+        raise yaml.YAMLError(f"it has more than {_MAX_VALUES:,} values, with each use of an alias counted")

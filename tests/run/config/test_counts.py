@@ -61,8 +61,13 @@ def test_other_batches_and_versions_than_the_checkpoints_are_refused(
 
 @pytest.mark.parametrize(
     "ledger",
-    ["of another program", {"version": 4, "trained": 80, "next": 90, "owed": []}, {"groups_per_version": 16}],
-    ids=["no ledger", "of an earlier hwrl", "before the first batch"],
+    [
+        "of another program",
+        {"version": 4, "trained": 80, "next": 90, "owed": []},
+        {"groups_per_version": 16},
+        {"version": 4, "trained": 60, "next": 90, "owed": [], "groups_per_version": 16},  # of several sizes of batches
+    ],
+    ids=["no ledger", "of an earlier hwrl", "before the first batch", "of batches of several sizes"],
 )
 def test_a_checkpoint_that_does_not_tell_its_batches_may_be_resumed(tmp_path: Path, ledger: object) -> None:
     save_checkpoint(tmp_path, 10, ledger)

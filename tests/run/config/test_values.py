@@ -124,6 +124,7 @@ def test_bad_values_are_refused_in_words_too(tmp_path: Path, word: str) -> None:
         load_config(path, [word])
 
 
+_NESTED = "".join(f"- &a{i} {'[' * 150}{f'*a{i - 1}' if i else 0}{']' * 150}\n" for i in range(11))
 _DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(40))
 
 
@@ -135,6 +136,10 @@ _DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{
         ("[" * 100_000, "nested too deeply"),
         ("x: &x [" + "1," * 99 + "]\ny: &y [" + "*x," * 99 + "]\nz: [" + "*y," * 99 + "]\n", "more than 10,000 values"),
         ("&a [*a]", "more than 10,000 values"),
+        (
+            "x:\n" + "".join(f"- &a{i} {'[' * 150}*a{i - 1}{']' * 150}\n" for i in range(1, 12)).replace("*a0", "0"),
+            "too deep",
+        ),
         (_DOUBLING, "too many keys are merged"),
         ("seed: 2020-13-45", "month must be in 1..12"),
         ("seed: " + "9" * 5000, "cannot be read"),
@@ -152,13 +157,13 @@ def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str, mes
 
 NUMBERS = {"1e-3": 1e-3, "1e5": 1e5, "1E+5": 1e5, "-2.5e3": -2500.0, ".5e-1": 0.05, "-.5": -0.5, "1_0e1": 100.0}
 SAME_AS_EVER = {"7": 7, "-7": -7, "0": 0, "1_000": 1000, "0x10": 16, "0.5": 0.5, "00.5": 0.5, "1.0e-3": 1e-3}
-TEXTS = ["lr-1e-6", "1e", "e5", "1e5x", "0o10", "1:30", "10:30:00", "v010", ".", "1.2.3"]
+TEXTS = ["12e4567", "lr-1e-6", "1e", "e5", "1e5x", "0o10", "1:30", "10:30:00", "v010", ".", "1.2.3"]
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [*NUMBERS.items(), *SAME_AS_EVER.items(), *((text, text) for text in TEXTS)]
 )
-def test_numbers_are_those_of_yaml_1_2_and_read_back_the_same(tmp_path: Path, text: str, value: object) -> None:
+def test_floats_are_those_of_yaml_1_2_and_read_back_the_same(tmp_path: Path, text: str, value: object) -> None:
     path = tmp_path / "some.yaml"
     path.write_text(yaml.safe_dump(MINIMAL) + f"rollout: {{workflow: 'a:b', workflow_options: {{plain: {text}}}}}\n")
     config = load_config(path, [f"rollout.workflow_options.word={text}", f"rollout.workflow_options.text='{text}'"])
