@@ -20,7 +20,7 @@ from hwrl.user_code import load_function
 RUN_ID = "run_id"
 """The file in the run directory with the id of the run."""
 FINISH_S = 60.0
-"""How long a run waits for each tracker at its end."""
+"""How long a run at its end, or a new tracker after a restart of the trainers, waits for a tracker to finish."""
 _MAX_WAITING = 10_000
 """The maximum number of waiting calls. A tracker that is further behind would not catch up."""
 
@@ -30,8 +30,8 @@ _Call = Callable[[Tracker], None]
 class TrackerThread:
     """Makes and calls a tracker in a thread of its own. After its first error, which is logged, it gets no more calls.
 
-    ``make`` makes the tracker, as soon as that of ``earlier`` has ended. ``log`` is called in the thread of the caller,
-    not in the tracker's.
+    ``make`` makes the tracker as soon as that of ``earlier`` has ended, or after ``wait_s``: then ``earlier`` is given
+    up, which is logged. ``log`` is called in the thread of the caller, not in the tracker's.
     """
 
     def __init__(
@@ -42,12 +42,13 @@ class TrackerThread:
         *,
         log: Callable[[str], None],
         earlier: TrackerThread | None = None,
+        wait_s: float = FINISH_S,
     ) -> None:
         self.name = name
-        self._make, self._log_line, self._earlier = make, log, earlier
+        self._make, self._log_line, self._earlier, self._wait_s = make, log, earlier, wait_s
         self._calls: Queue[_Call | None] = Queue(_MAX_WAITING)
         self._error: str | None = None
-        self._over = self._finishes = False
+        self._over = self._finishes = self._has_waited = False
         self._thread = threading.Thread(target=self._work, name=f"hwrl tracker {name}", daemon=True)
         self._submit(lambda tracker: tracker.start(run))
         self._thread.start()
@@ -65,9 +66,7 @@ class TrackerThread:
         self.begin_finish(status)
         if self._over:
             return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive() and self._error is None:
-            self._error = f"it did not finish within {timeout_s:g} s"
+        self._join(timeout_s)
         self._report_error()
         self._over = True
 
@@ -86,9 +85,17 @@ class TrackerThread:
                 self._error = f"{_MAX_WAITING:,} of its calls are waiting"
         self._report_error()
 
+    def _join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() and self._error is None:
+            self._error = f"it did not finish within {timeout_s:g} s"
+
     def _report_error(self) -> None:
         if self._earlier is not None:
+            has_waited = self._has_waited  # read first: a wait that ends now may have noted an error
             self._earlier._report_error()
+            if has_waited and self._earlier._earlier is None:
+                self._earlier = None
         if self._error is not None and not self._over:
             self._over = True
             self._log_line(f"the tracker {self.name} failed ({self._error}); the run continues without it")
@@ -96,7 +103,8 @@ class TrackerThread:
     def _work(self) -> None:
         try:
             if self._earlier is not None:
-                self._earlier._thread.join()
+                self._earlier._join(self._wait_s)
+                self._has_waited = True
             tracker = self._make()
             while self._error is None and (call := self._calls.get()) is not None:
                 call(tracker)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,62 @@ def test_after_a_resume_a_tracker_starts_when_the_earlier_one_has_ended(tmp_path
     following.finish("finished")
     assert order == [*(["the first interrupted"] if calls == 1 else []), "the next starts"]
     assert len(logged) == 1 and ("no network" in logged[0] or "10,000 of its calls" in logged[0])
+
+
+@pytest.mark.parametrize("hangs", ["log", "finish"])
+def test_a_tracker_that_hangs_at_a_resume_is_given_up_and_a_new_one_goes_on(hangs: str) -> None:
+    release, following_started = threading.Event(), threading.Event()
+    hung, logged = list[threading.Thread](), list[str]()
+
+    class Hanging(Recorder):
+        def _note(self, name: str, *what: object) -> None:
+            if name == hangs:
+                hung.append(threading.current_thread())
+                release.wait(60)
+            super()._note(name, *what)
+
+    class Next(Recorder):
+        def start(self, run: TrackedRun) -> None:
+            super().start(run)
+            following_started.set()
+
+    first_tracker, next_tracker = Hanging(), Next()
+    first = TrackerThread("mine", lambda: first_tracker, RUN, log=logged.append)
+    first.log({}, step=1)
+    first.begin_finish("interrupted")
+    following = TrackerThread("mine", lambda: next_tracker, RUN, log=logged.append, earlier=first, wait_s=0.05)
+    started = following_started.wait(20)
+    following.log({}, step=2)
+    told = list(logged)
+    release.set()
+    following.finish("finished")
+    hung[0].join(60)
+    assert started, "the new tracker waited for ever"
+    assert len(told) == 1 and "the tracker mine failed (it did not finish within 0.05 s)" in told[0]
+    assert logged == told, "told once"
+    assert next_tracker.calls == [("start", "sorting"), ("log", 2, {}), ("finish", "finished")]
+    assert first_tracker.calls[-1] == (("log", 1, {}) if hangs == "log" else ("finish", "interrupted"))
+
+
+def test_a_tracker_that_has_ended_is_dropped() -> None:
+    class Next(Recorder):
+        def __init__(self, started: threading.Event) -> None:
+            super().__init__()
+            self._started = started
+
+        def start(self, run: TrackedRun) -> None:
+            self._started.set()
+
+    current, gone = TrackerThread("mine", Recorder, RUN, log=pytest.fail), list["weakref.ref[TrackerThread]"]()
+    for step in range(3):
+        current.begin_finish("interrupted")
+        gone.append(weakref.ref(current))
+        started = threading.Event()
+        current = TrackerThread("mine", partial(Next, started), RUN, log=pytest.fail, earlier=current)
+        assert started.wait(20)
+        current.log({}, step=step)
+    assert [ref() for ref in gone] == [None] * 3
+    current.finish("finished")
 
 
 @pytest.mark.parametrize(
