@@ -18,7 +18,7 @@ _Parameters = ParamSpec("_Parameters")
 
 @dataclass(eq=False)
 class Caller:
-    """Who makes the calls of a context. Nobody waits for the calls of one that is ``abandoned``."""
+    """The maker of the calls of a context. Nobody waits for the calls of one that is ``abandoned``."""
 
     abandoned: bool = False
 
@@ -28,7 +28,7 @@ current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("
 
 
 @dataclass(eq=False)
-class _Call:
+class _ThreadCall:
     future: Future[Any]
     function: Callable[[], Any]
     caller: Caller | None
@@ -56,7 +56,7 @@ class CallThreads(ThreadPoolExecutor):
     def __init__(self, at_once: int, name: str) -> None:
         super().__init__(at_once, name)  # event loops take no other kind of executor; this one never uses its pool
         self._name, self._at_once = name, at_once
-        self._queue: deque[_Call] = deque()
+        self._queue: deque[_ThreadCall] = deque()
         self._running: dict[Future[Any], Caller | None] = {}  # the calls that have a place
         self._workers = self._idle = 0  # idle workers wait for a call, or are about to take one
         self._is_shut = False
@@ -67,7 +67,7 @@ class CallThreads(ThreadPoolExecutor):
     ) -> Future[_Returned]:
         """Run ``fn`` as soon as there is a place. Does not block."""
         future: Future[_Returned] = Future()
-        call = _Call(future, functools.partial(fn, *args, **kwargs), current_caller.get())
+        call = _ThreadCall(future, functools.partial(fn, *args, **kwargs), current_caller.get())
         with self._changed:
             if self._is_shut:
                 raise RuntimeError("these threads take no calls any longer")
@@ -100,7 +100,7 @@ class CallThreads(ThreadPoolExecutor):
 
     # -- threads begin and are given up -------------------------------------------------------------------------
 
-    def _run_alone(self, call: _Call) -> None:
+    def _run_alone(self, call: _ThreadCall) -> None:
         if call.future.done():
             return  # it was cancelled in the queue
         try:
@@ -167,7 +167,7 @@ class CallThreads(ThreadPoolExecutor):
         call.end(result, error)
         return goes_on
 
-    def _take(self) -> _Call | None:
+    def _take(self) -> _ThreadCall | None:
         """Wait for the next call for which somebody waits; None if there will be none."""
         with self._changed:
             while True:
