@@ -59,7 +59,7 @@ class Stuck:
 
 @contextlib.contextmanager
 def generator_of(workflow: Workflow, **settings: Any) -> Iterator[WorkflowGenerator]:
-    chosen: Any = {"max_samples": 1, "timeout_s": 0.3, "cancel_s": 0.1, **settings}
+    chosen: Any = {"max_samples": 1, "timeout_s": 1.0, "cancel_s": 0.1, **settings}
     generator = WorkflowGenerator(
         CountingEngine(),
         workflow,
