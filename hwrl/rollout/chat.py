@@ -169,7 +169,8 @@ class ChatTokens:
         *,
         answer_follows: bool = True,
     ) -> str:
-        self._check_options(options or {})
+        if options:
+            self._check_options(options)
         try:
             text = self.tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages],

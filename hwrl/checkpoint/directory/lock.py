@@ -74,14 +74,15 @@ def _acquire(descriptor: int, directory: Path, wait_s: float) -> None:
     began_s, is_logged = time.monotonic(), False
     while not _try_acquire(descriptor):
         waited_s = time.monotonic() - began_s
-        owner = _describe_owner(os.pread(descriptor, 4096, 0).decode(errors="replace"))
         if waited_s > wait_s:
             raise CheckpointError(
-                f"{directory} already has a writer", why=owner, fix="end that run, or choose another directory"
+                f"{directory} already has a writer",
+                why=_read_owner(descriptor),
+                fix="end that run, or choose another directory",
             )
         if waited_s > PATIENCE_S and not is_logged:
             is_logged = True
-            _log.warning("waiting up to %g s for the lock of %s: %s", wait_s, directory, owner)
+            _log.warning("waiting up to %g s for the lock of %s: %s", wait_s, directory, _read_owner(descriptor))
         time.sleep(0.01 if waited_s < PATIENCE_S else 0.1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
@@ -96,6 +97,10 @@ def _try_acquire(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _read_owner(descriptor: int) -> str:
+    return _describe_owner(os.pread(descriptor, 4096, 0).decode(errors="replace"))
 
 
 def _describe_owner(text: str) -> str:
