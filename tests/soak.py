@@ -34,7 +34,7 @@ REPLICAS = ("r0", "r1", "r2")
 LIMIT = 0.01
 """The most by which memory may grow, from the second fifth of the versions to the last."""
 _LIFE_S = 86400.0
-_ACK_S = 60.0
+_ACK_S = 600.0
 _KILL_WITHIN_S = 0.02
 _RECORDED = 200
 """Torch keeps the last 2,000 collectives of a process for post-mortems, about 1.2 MB. As many as here are kept before
@@ -177,7 +177,7 @@ def soak(versions: int, *, restart_every: int, transport: str = "device", seed: 
     store, result, chance = serve_store(), Soak(), random.Random(seed)
     began_s = time.monotonic()
     with (
-        WeightSender(store, backend=get_backend(), transport=transport, timeout_s=10.0) as sender,
+        WeightSender(store, backend=get_backend(), transport=transport, timeout_s=100.0) as sender,
         Receivers(store) as receivers,
     ):
         sender.wait_for_receivers(REPLICAS)

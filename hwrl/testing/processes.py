@@ -57,7 +57,7 @@ def preload(*modules: str) -> None:
     _preloaded.extend(new)
 
 
-def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 1200.0) -> list[Any]:
     """Run ``target(rank, *args)`` in ``size`` processes and return the results by rank.
 
     Blocks until all ranks end. ``target`` is a module-level function; arguments and results are pickled. If ranks
@@ -85,7 +85,7 @@ class Processes:
     :func:`preload` are imported once, for the first processes; what they read from the environment then stays.
     """
 
-    def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
+    def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 1200.0) -> None:
         self._target, self._size, self._timeout_s = _Target.of(target), size, timeout_s
         self._payload = pickle.dumps((dict(os.environ), args))
         self._deadline = 0.0

@@ -22,7 +22,7 @@ def run(folder: Path, code: str, *packages: str) -> subprocess.CompletedProcess[
         (folder / "mindspeed" / "megatron_adaptor.py").write_text(ADAPTOR)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
     command = [sys.executable, "-c", code, "--steps", "3"]
-    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("package", ["mindspeed", "megatron_adaptor"])

@@ -163,7 +163,7 @@ def _first_ranks(rank: int, address: str, name: str, size: int) -> Iterator[tupl
 
 def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     store = serve_store()
-    ranks = run_processes(_save_and_resume_on_some, 4, store_address(store), tmp_path, timeout_s=150)
+    ranks = run_processes(_save_and_resume_on_some, 4, store_address(store), tmp_path, timeout_s=1500)
     for saved, size in RESHARDINGS:
         for losses in ranks[:size]:
             assert losses[f"{saved} resumed on {size}"] == pytest.approx(ranks[0][f"{saved} trained"], rel=1e-5)

@@ -62,7 +62,9 @@ def install(folder: Path, source: str = CARD, **settings: str) -> None:
 
 def doctor(*options: str, folder: Path | None = None, choose: str = "") -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HWRL_BACKEND": choose, "PYTHONPATH": str(folder or ""), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([HWRL, "doctor", *options], env=env, text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(
+        [HWRL, "doctor", *options], env=env, text=True, capture_output=True, timeout=1200, check=False
+    )
 
 
 def report(*, folder: Path | None = None, choose: str = "", status: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hwrl_cpu import INFO, CpuBackend
 from tests.support.weight_link import beside
 
 
-def _make(store: Store, rank: int, *, timeout_s: float = 60.0) -> Group:
+def _make(store: Store, rank: int, *, timeout_s: float = 600.0) -> Group:
     return Comm(CpuBackend(INFO)).standalone_group(store, rank=rank, size=2, name="g", timeout_s=timeout_s)
 
 
@@ -28,7 +28,7 @@ def _make(store: Store, rank: int, *, timeout_s: float = 60.0) -> Group:
 def test_a_rank_that_comes_to_a_group_called_off_does_not_wait_for_the_ranks_that_have_gone(first: int) -> None:
     store = serve_store()
     making = beside(lambda: _make(store, first))
-    assert not await_keys(connect_store(store_address(store)), [f"group/g/in/{first}"], timeout_s=20.0)
+    assert not await_keys(connect_store(store_address(store)), [f"group/g/in/{first}"], timeout_s=200.0)
     call_off_group(connect_store(store_address(store)), name="g")
     for make in (making, beside(lambda: _make(store, 1 - first))):
         with pytest.raises(CommAbortedError, match="a peer called it off"):
@@ -53,7 +53,7 @@ def test_a_decision_that_no_rank_writes_is_an_error(junk: bytes) -> None:
 
 def test_a_group_that_is_made_cannot_be_called_off() -> None:
     store = serve_store()
-    with Comm(CpuBackend(INFO)).standalone_group(store, rank=0, size=1, name="g", timeout_s=20.0) as group:
+    with Comm(CpuBackend(INFO)).standalone_group(store, rank=0, size=1, name="g", timeout_s=200.0) as group:
         call_off_group(store, name="g")
         group.barrier()
 
@@ -71,7 +71,7 @@ def test_ranks_that_meet_again_on_a_lost_store_are_told_so(monkeypatch: pytest.M
     monkeypatch.setenv("HWRL_OPEN_STORE", "1")  # else the kernel ignores the refusal of a write: it is not signed
     server = serve_store()
     client = connect_store(store_address(server))
-    group = Comm(CpuBackend(INFO)).standalone_group(client, rank=0, size=1, name="g", timeout_s=20.0)
+    group = Comm(CpuBackend(INFO)).standalone_group(client, rank=0, size=1, name="g", timeout_s=200.0)
     del server
     gc.collect()
     for meet in (group.warm_up, partial(group.rebuild, survivors=[0])):

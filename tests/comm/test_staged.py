@@ -16,7 +16,7 @@ HOST = CpuBackend(INFO)
 
 def _group(collectives: Any = None) -> Any:
     collectives = collectives or StagedCollectives(HOST)
-    return collectives.create_process_group(serve_store(), rank=0, size=1, name="one", timeout=timedelta(seconds=20))
+    return collectives.create_process_group(serve_store(), rank=0, size=1, name="one", timeout=timedelta(seconds=200))
 
 
 def test_parameters_and_inference_tensors_are_written_past_autograd() -> None:

@@ -19,6 +19,6 @@ def _cycle(rank: int, home: Path, cycles: int, seed: int) -> Tally:
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_every_prompt_is_trained_once_though_the_run_is_killed_again_and_again(tmp_path: Path) -> None:
-    tally = run_processes(_cycle, 1, tmp_path, 8, 0, timeout_s=170)[0]
+    tally = run_processes(_cycle, 1, tmp_path, 8, 0, timeout_s=1700)[0]
     assert tally.kills == 8
     assert (tally.trained, tally.skipped, tally.twice) == (8 * STEPS_PER_CYCLE * BATCH, [], [])

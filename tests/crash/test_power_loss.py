@@ -70,7 +70,7 @@ def _save_in_child(subject: Subject, home: Path, trace: Path) -> dict[int, int]:
     if (child := os.fork()) == 0:
         disk.enter(trace=trace)
         disk.arm()
-        with subject.open(home, rank=0, life="", timeout_s=60) as session:
+        with subject.open(home, rank=0, life="", timeout_s=600) as session:
             for step in (1, 2, 3):
                 session.save(step)
                 os.write(write, f"{step} {disk.calls}\n".encode())
@@ -105,26 +105,24 @@ def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[
 
 def _find_wrong(subject: Subject, left: Path, at_least: int) -> str:
     try:
-        with subject.open(left, rank=0, life="", timeout_s=60) as session:
+        with subject.open(left, rank=0, life="", timeout_s=600) as session:
             step = session.resume()
     except BaseException as exc:  # noqa: BLE001 - torch's CheckpointException is no Exception
         return f"{type(exc).__name__}: {exc}"[:300] if at_least else ""
     return "" if (step or 0) >= at_least else f"found {step}, and {at_least} was acknowledged"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.extended)])
 def test_no_legal_disk_lacks_an_acknowledged_step(tmp_path: Path, keep: int) -> None:
     subject = Managed(async_save=False, keep=keep)
-    cuts, lost = run_processes(_cut_everywhere, 1, tmp_path, subject, timeout_s=590)[0]
+    cuts, lost = run_processes(_cut_everywhere, 1, tmp_path, subject, timeout_s=5900)[0]
     assert cuts > 500
     assert not lost, "\n".join(lost)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("order", [DeletesEarly, RenamesUnsynced, TorchAlone])
 def test_orders_that_sync_too_little_are_found_out(tmp_path: Path, order: type[ReferenceSession]) -> None:
-    _, lost = run_processes(_cut_everywhere, 1, tmp_path, Reference(order), timeout_s=590)[0]
+    _, lost = run_processes(_cut_everywhere, 1, tmp_path, Reference(order), timeout_s=5900)[0]
     assert lost
 
 
@@ -184,7 +182,7 @@ def _cut_image_over_time(rank: int, work: Path, moments_s: list[float]) -> list[
     except (OSError, subprocess.CalledProcessError) as exc:
         return f"nothing can be mounted here: {exc}"
     subject, wrong = Managed(async_save=True, keep=1), []
-    with subject.open(image.home, rank=0, life="", timeout_s=60) as session:
+    with subject.open(image.home, rank=0, life="", timeout_s=600) as session:
         for step in (1, 2):
             session.save(step)
         begin_s = time.monotonic()
@@ -214,7 +212,7 @@ def _kill_second_save(subject: Subject, home: Path, at: int) -> None:
     disk = WatchedDisk(home)
     if (child := os.fork()) == 0:
         disk.enter()
-        with subject.open(home, rank=0, life="", timeout_s=60) as session:
+        with subject.open(home, rank=0, life="", timeout_s=600) as session:
             session.save(1)
             disk.arm(Fault("kill", at))
             session.save(2)
@@ -223,14 +221,13 @@ def _kill_second_save(subject: Subject, home: Path, at: int) -> None:
 
 
 @pytest.mark.skipif(_why_no_mounts() is not None, reason=str(_why_no_mounts()))
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("cut", "argument"), [(_cut_image_over_time, [0, 3, 7, 12, 20]), (_cut_image_at_calls, 5)], ids=["times", "calls"]
 )
 def test_the_image_of_a_mounted_disk_holds_an_acknowledged_step(
     tmp_path: Path, cut: Callable[..., Any], argument: Any
 ) -> None:
-    wrong = run_processes(cut, 1, tmp_path, argument, timeout_s=590)[0]
+    wrong = run_processes(cut, 1, tmp_path, argument, timeout_s=5900)[0]
     if isinstance(wrong, str):
         pytest.skip(wrong)
     assert len(wrong) >= 5

@@ -188,7 +188,7 @@ def short_run(seconds: float, *, names: Sequence[str]) -> list[Record]:
         injector = _Injector(chaos, itertools.cycle(names), seconds)
         injector.inject_all()
         stop_driver(chaos.network)
-        status = run.wait(timeout_s=60.0)
+        status = run.wait(timeout_s=600.0)
         require(name_end(status, run.output()) == "interrupted", f"it ended with status {status}")
         steps = len(run.metrics())
         check_accounts(run.directory, steps=steps, batch=BATCH, max_staleness=1, under_way=3 * BATCH)
@@ -238,7 +238,7 @@ def undisturbed_run(steps: int) -> Rewards:
         finally:
             stop_driver(network)
             with suppress(Exception):
-                run.wait(timeout_s=60.0)
+                run.wait(timeout_s=600.0)
             run.close()
 
 

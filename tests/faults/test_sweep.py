@@ -88,7 +88,6 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 
 @pytest.mark.long(50)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)

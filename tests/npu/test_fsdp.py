@@ -29,7 +29,7 @@ _STEPS = 4
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_ranks_take_the_steps_of_the_host(model_directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = serve_store()
-    sharded = run_processes(train, ranks, model_directory, store_address(store), ranks, _STEPS, timeout_s=120.0)
+    sharded = run_processes(train, ranks, model_directory, store_address(store), ranks, _STEPS, timeout_s=1200.0)
     monkeypatch.setenv("HWRL_BACKEND", "cpu")
     (alone,) = run_processes(train, 1, model_directory, "", 1, _STEPS)
     assert sharded[0]["weights"].keys() == alone["weights"].keys()
@@ -58,7 +58,7 @@ def step_on(rank: int, model_directory: Path, address: str, host_step: bool) -> 
 def test_the_optimizer_steps_on_the_host_as_on_the_device(model_directory: Path) -> None:
     stores = [serve_store(), serve_store()]
     plain, on_host = (
-        run_processes(step_on, 2, model_directory, store_address(store), host_step, timeout_s=120.0)
+        run_processes(step_on, 2, model_directory, store_address(store), host_step, timeout_s=1200.0)
         for store, host_step in zip(stores, (False, True), strict=True)
     )
     assert [one["places"] for one in plain] == [{"npu"}] * 2

@@ -30,7 +30,7 @@ TROUBLES = {
 
 def doctor(**env: str) -> dict[str, Any]:
     command = [str(HWRL), "doctor", "--json"]
-    ended = subprocess.run(command, env=os.environ | env, text=True, capture_output=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=os.environ | env, text=True, capture_output=True, timeout=1200, check=False)
     report: dict[str, Any] = json.loads(ended.stdout)
     assert ended.returncode == (0 if report["ok"] else 1), ended.stderr
     return report

@@ -72,7 +72,7 @@ def test_tools_that_hang_leave_the_threads_to_others(tool: threading.Event) -> N
         found.append(await call_maybe_async(WHERE.get))
         return await single_turn(client, prompt)
 
-    assert run(calls_tools, timeout_s=10.0, attempts=1).is_generated
+    assert run(calls_tools, timeout_s=100.0, attempts=1).is_generated
     assert found == ["in the workflow"]
 
 
@@ -95,7 +95,7 @@ def test_a_tool_that_hangs_at_the_end_of_an_abandoned_run_leaves_the_threads_to_
 def test_no_more_calls_run_at_once_than_there_are_places(tool: threading.Event) -> None:
     threads, hanging = CallThreads(2, "places"), Hanging(tool)
     first, second, third, fourth = (threads.submit(hanging) for _ in range(4))
-    assert hanging.began.acquire(timeout=20) and hanging.began.acquire(timeout=20)
+    assert hanging.began.acquire(timeout=200) and hanging.began.acquire(timeout=200)
     assert threads_of("places") == 2
     assert fourth.cancel() and threads_of("places") == 2
     assert first.cancel() and threads_of("places") == 3, "a call that nobody waits for has no place"
@@ -132,7 +132,7 @@ def test_a_thread_that_was_given_up_takes_no_further_call(tool: threading.Event)
     threads, hanging = CallThreads(1, "given up"), Hanging(tool)
     given_up = threads.submit(threading.current_thread).result(20)
     call = threads.submit(hanging)
-    assert hanging.began.acquire(timeout=20) and call.cancel()
+    assert hanging.began.acquire(timeout=200) and call.cancel()
     assert threads.submit(threading.current_thread).result(20) is not given_up
     tool.set()
     given_up.join(20)
@@ -144,7 +144,7 @@ def test_the_calls_of_an_abandoned_caller_take_no_places(tool: threading.Event) 
     context.run(current_caller.set, caller)
     hanging = Hanging(tool)
     running, queued, cancelled = (context.run(threads.submit, hanging) for _ in range(3))
-    assert hanging.began.acquire(timeout=20)
+    assert hanging.began.acquire(timeout=200)
     assert threads_of("abandoned") == 1 and cancelled.cancel()
     threads.abandon(caller)
     later = context.run(threads.submit, tool.wait)
@@ -186,7 +186,7 @@ def test_an_error_is_the_callers_and_after_the_end_no_call_begins(tool: threadin
         threads.submit(sys.exit, 3).result(20)
     hanging = Hanging(tool)
     running, queued = threads.submit(hanging), threads.submit(hanging)
-    assert hanging.began.acquire(timeout=20)
+    assert hanging.began.acquire(timeout=200)
     threads.shutdown()
     tool.set()
     assert running.result(20) and not queued.done()
@@ -205,4 +205,4 @@ async def hang():
     call.cancel()
 asyncio.run(hang())
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600, check=False).returncode == 0

@@ -60,7 +60,7 @@ class Examination:
     def wait(self, groups: list[PendingGroup]) -> list[PendingGroup]:
         for group in groups:
             assert group.scores is not None
-            group.scores.result(timeout=60)
+            group.scores.result(timeout=600)
         return groups
 
 
@@ -231,7 +231,7 @@ def evaluate_even(prompts: list[Prompt], *, version: int) -> Evaluation:
 
     engine = CountingEngine()
     engine.version = version
-    settings = WorkflowSettings(group_size=1, max_samples=8, max_length=12, vocabulary=100, timeout_s=60.0)
+    settings = WorkflowSettings(group_size=1, max_samples=8, max_length=12, vocabulary=100, timeout_s=600.0)
     generator = WorkflowGenerator(engine, evens_only, tokenizer=None, settings=settings)
     evaluator = Evaluator(NoRewards(), skips=True)
     answer = evaluator.request(prompts)

@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     file = tmp_path / "port"
     process = subprocess.Popen([sys.executable, "-m", "tests.support.judge_server", str(file)], cwd=REPO)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 600
         while not (file.exists() and file.read_text()):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.02)

@@ -60,12 +60,12 @@ def weights_of(seed: int) -> Weights:
 class Replica:
     """An engine with its updater."""
 
-    def __init__(self, store: Any, *, keep_old: bool = False, backend: Any = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, store: Any, *, keep_old: bool = False, backend: Any = None, timeout_s: float = 100.0) -> None:
         backend = backend or CpuBackend(INFO)
         self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
-            link: Any = ReceivedModels(self.engine, RetryingReceiver(receiver, timeout_s=10.0, poll_s=0.0))
+            link: Any = ReceivedModels(self.engine, RetryingReceiver(receiver, timeout_s=100.0, poll_s=0.0))
         else:
             names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
             link = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
@@ -104,7 +104,7 @@ class Replica:
         vars(self.engine)["receive_weights"] = receive_and_work
 
     def wait_for_offer(self) -> None:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 200.0
         while not self.updater.poll():
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -319,12 +319,12 @@ class Pair:
     def __init__(self, store: Any) -> None:
         self.engine = TwoWorkers()
         names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-        self.link = EngineModels(self.engine, store, **names, timeout_s=10.0, poll_s=0.0)
+        self.link = EngineModels(self.engine, store, **names, timeout_s=100.0, poll_s=0.0)
 
     def load_during(self, sender: WeightSender, version: int) -> Any:
         weights = {"w": torch.full((16, 4), float(version))}
         result = beside(lambda: sender.publish(version, weights.items(), {INCARNATION: 0}))
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 200.0
         while not self.link.poll():
             assert time.monotonic() < deadline
         try:

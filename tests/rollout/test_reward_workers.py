@@ -41,7 +41,7 @@ def ended(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
         time.sleep(0.01)
@@ -331,7 +331,7 @@ def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_pat
 
 @pytest.mark.parametrize("function", ["identify", "forks"])
 def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start, function: str) -> None:
-    workers = start(function, workers=1, timeout_s=20.0)
+    workers = start(function, workers=1, timeout_s=200.0)
     first = int(score(workers).result(60).metrics[0]["pid"])
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: ended(first))

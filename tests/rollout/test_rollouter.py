@@ -135,7 +135,7 @@ def test_a_step_that_hangs_is_seen_from_outside() -> None:
     assert rollouter.step_s() == 0.0
     thread = threading.Thread(target=rollouter.run, args=[stop])
     thread.start()
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 600.0
     while rollouter.step_s() < 0.2:
         assert time.monotonic() < deadline_s
     released.set()

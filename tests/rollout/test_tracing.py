@@ -72,7 +72,7 @@ def run_each(workflow: Workflow, logs: Sequence[SpanLog | None]) -> None:
     settings = WorkflowSettings(group_size=2, max_samples=8, max_length=12, vocabulary=100)
     tokenizer = STYLES["chatml"].tokenizer()
     generator = WorkflowGenerator(CountingEngine(), workflow, tokenizer=tokenizer, settings=settings)
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 600.0
     try:
         for log in logs:
             group = generator.start(Lengths()[1], Sampling(10), size=2, spans=log)

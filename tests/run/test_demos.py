@@ -21,7 +21,7 @@ DEMOS = Path(__file__).parents[2] / "docs" / "demos"
 def write(demo: str, directory: Path) -> Path:
     """Run the demo's script, and return the path of the configuration that it prints."""
     command = [sys.executable, str(DEMOS / demo), str(directory), "--seed", "3"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200).stdout
     return Path(printed.splitlines()[-1])
 
 

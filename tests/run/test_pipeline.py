@@ -77,7 +77,7 @@ class FleetWithLedger(StandInFleet):
     def __init__(self, home: Path, *, error_in_step: int = 0, error: Exception | None = None) -> None:
         super().__init__(home, DurableFS())
         self._path, self._error_in_step, self._error = home / "ledger.json", error_in_step, error
-        self._prompts = PromptLedger(groups_per_version=2, max_staleness=1, total_groups=4, group_timeout_s=60.0)
+        self._prompts = PromptLedger(groups_per_version=2, max_staleness=1, total_groups=4, group_timeout_s=600.0)
 
     def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
         self._prompts.advance(version)

@@ -48,12 +48,11 @@ def curve(config: Path, name: str) -> list[Metrics]:
     directory = config.parent / name
     command = [HWRL, "train", str(config), *WORDS, f"dir={directory}"]
     env = os.environ | {"HWRL_BACKEND": name}
-    ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280, check=False)
+    ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=2800, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return read_metrics(directory)
 
 
-@pytest.mark.timeout(600)
 def test_it_learns_on_every_backend_with_the_losses_of_the_host(tmp_path: Path) -> None:
     config = write_demo(tmp_path, seed=1, prompts=1024)
     curves = {name: curve(config, name) for name in BACKENDS}  # in one test: the workers of pytest would each run all

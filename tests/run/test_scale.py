@@ -25,7 +25,7 @@ from tests.support.train_run import HWRL, Run, trained_prompts
 
 def scale(directory: Path, replicas: int) -> str:
     command = [HWRL, "scale", str(directory), "--replicas", str(replicas)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -94,16 +94,16 @@ def test_each_sender_gets_its_own_answer_and_withdraws_only_its_own_request(tmp_
         impatient = senders.submit(request_replicas, tmp_path, 2, timeout_s=0.3)
         while not list(tmp_path.glob("scale_request*.json")):
             assert not impatient.done()
-        others = [senders.submit(request_replicas, tmp_path, number, timeout_s=60.0) for number in (3, 4)]
+        others = [senders.submit(request_replicas, tmp_path, number, timeout_s=600.0) for number in (3, 4)]
         with pytest.raises(RunDirectoryError, match="the request is withdrawn"):
-            impatient.result(timeout=60)
+            impatient.result(timeout=600)
         while len(taken) < 2:
             assert not any(other.done() for other in others)
             if (request := requests.poll()) is not None:
                 taken.append(request)
         for request in taken:
             requests.answer(request, text=f"{request.replicas} replicas")
-        assert [other.result(timeout=60) for other in others] == ["3 replicas", "4 replicas"]
+        assert [other.result(timeout=600) for other in others] == ["3 replicas", "4 replicas"]
     lock.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hwrl.lock", "config.yaml"]
 

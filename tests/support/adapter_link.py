@@ -42,7 +42,7 @@ class Replica:
         def connect(name: str = POLICY, *, newest: bool = True) -> RetryingReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
             receiver = WeightReceiver(store, name=name, replica="r0", **options)
-            return RetryingReceiver(receiver, timeout_s=10.0, poll_s=base_poll_s if name == POLICY_BASE else 0.0)
+            return RetryingReceiver(receiver, timeout_s=100.0, poll_s=base_poll_s if name == POLICY_BASE else 0.0)
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
@@ -52,7 +52,7 @@ class Replica:
                 return ReceivedModels(self.engine, connect(POLICY_BASE, newest=newest), as_base=True)
             names = {"address": in_place, "name": POLICY_BASE, "replica": "r0"}
             return EngineModels(
-                self.engine, store, **names, timeout_s=10.0, newest=newest, once=True, poll_s=base_poll_s
+                self.engine, store, **names, timeout_s=100.0, newest=newest, once=True, poll_s=base_poll_s
             )
 
         self.updater = AdapterUpdater(self.engine, connect=connect, connect_base=connect_base)

@@ -92,7 +92,7 @@ def call(url: str, body: Any = None, *, token: str = "", content: bytes | None =
     content = content if content is not None or body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, content, {"Authorization": f"Bearer {token}", "Connection": "close"})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             status, text, kind = answer.status, answer.read().decode(), answer.headers["content-type"]
     except urllib.error.HTTPError as exc:
         with exc:

@@ -22,7 +22,7 @@ _CANNOT_RUN = 77
 _SOCKET = "commands"
 _OWN = re.compile(rf"host\d+|switch|{_SOCKET}")
 """The names of what hosts leave in their directory."""
-_REQUEST_S = 10.0
+_REQUEST_S = 100.0
 
 
 def _parse() -> argparse.Namespace:

@@ -49,7 +49,7 @@ class HostNetworkError(Exception):
     """A command for the hosts failed. The message has the command and its output."""
 
 
-def _output(*words: str, timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> str:
+def _output(*words: str, timeout_s: float = 600.0, env: Mapping[str, str] | None = None) -> str:
     own = None if env is None else {**os.environ, **env}
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=own)
@@ -128,7 +128,7 @@ class NetworkHost:
         namespaces = ["--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--ipc"]
         return ["nsenter", *namespaces, "--", "env", "-C", os.getcwd(), *command]
 
-    def run(self, *command: str, timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str, timeout_s: float = 600.0, env: Mapping[str, str] | None = None) -> str:
         """Run ``command`` on this host, with ``env`` beside the own variables; return its output.
 
         Raises HostNetworkError if it fails.
@@ -245,7 +245,7 @@ class HostNetwork:
             try:
                 own = f"--node-ip-address={host.address}"
                 command = [*RAY, "start", *role, own, *sizes, "--disable-usage-stats"]
-                host.run(*command, timeout_s=90.0, env={**self.environment, **host.environment, **(settings or {})})
+                host.run(*command, timeout_s=900.0, env={**self.environment, **host.environment, **(settings or {})})
             except HostNetworkError:
                 if time.monotonic() - began_s > 120.0:  # the head may still believe in the node's earlier life
                     raise

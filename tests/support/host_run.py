@@ -84,7 +84,7 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, otherwise: Ca
     return time.monotonic() - began_s
 
 
-def finish(network: HostNetwork, work: Path, run: HostRun, words: list[str], *, timeout_s: float = 150.0) -> HostRun:
+def finish(network: HostNetwork, work: Path, run: HostRun, words: list[str], *, timeout_s: float = 1500.0) -> HostRun:
     """End ``run`` by SIGTERM, and continue it for a few steps to its end; return the continuation.
 
     A prompt that was under way at the signal is trained on by the continuation.
@@ -116,7 +116,7 @@ def wait_until_no_actors(network: HostNetwork) -> None:
     """Return when no actor is left on any host. Fails after 30 s."""
     wait_until(
         lambda: not any(actors_on(host) for host in network.hosts),
-        timeout_s=30.0,
+        timeout_s=300.0,
         otherwise=lambda: f"left: {[command_of(pid) for host in network.hosts for pid in actors_on(host)]}",
     )
 

@@ -170,7 +170,7 @@ def steps(rollouter: Rollouter, count: int) -> None:
 
 def step_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
     """Step until ``condition`` holds: other threads score."""
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 600.0
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
         rollouter.step()

@@ -118,7 +118,7 @@ def receive_all(address: str, replica: str, versions: int, *, backend: Backend |
     ) as receiver:
         exact, last = True, 0
         while last < versions:
-            received = receiver.receive(timeout_s=30.0)
+            received = receiver.receive(timeout_s=300.0)
             last = received.version
             exact &= is_exact(received, last)
         return exact

@@ -64,7 +64,7 @@ class Run:
         self._log.seek(0)
         return self._log.read()
 
-    def wait(self, *, timeout_s: float = 240.0) -> int:
+    def wait(self, *, timeout_s: float = 2400.0) -> int:
         return self.process.wait(timeout_s)
 
     def metrics(self) -> list[dict[str, float]]:
@@ -79,16 +79,16 @@ class Run:
                 return dict(json.loads(whole.rpartition(b"\n")[2]))
         return {}
 
-    def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
+    def wait_for_step(self, step: int, *, timeout_s: float = 2400.0) -> None:
         """Return when ``step`` is in the metrics. Fails if the run ends first."""
         self.wait_until(lambda: self.last_metrics().get("step", -1) >= step, timeout_s, f"step {step}")
 
-    def wait_for_checkpoint(self, step: int, *, timeout_s: float = 240.0) -> None:
+    def wait_for_checkpoint(self, step: int, *, timeout_s: float = 2400.0) -> None:
         """Return when the checkpoint of ``step`` is complete. Fails if the run ends first."""
         manifest = self.directory / "checkpoints" / f"global_step_{step}" / "MANIFEST.json"
         self.wait_until(manifest.exists, timeout_s, f"checkpoint of step {step}")
 
-    def wait_for_output(self, text: str, *, timeout_s: float = 120.0) -> None:
+    def wait_for_output(self, text: str, *, timeout_s: float = 1200.0) -> None:
         self.wait_until(lambda: text in self.output(), timeout_s, repr(text))
 
     def processes(self, title: str) -> list[int]:
@@ -124,7 +124,7 @@ class Run:
         self.process.terminate()
         os.killpg(self.process.pid, signal.SIGTERM)
 
-    def wait_until_all_ended(self, *, timeout_s: float = 60.0) -> None:
+    def wait_until_all_ended(self, *, timeout_s: float = 600.0) -> None:
         """Return when all processes have ended, also Ray's. Killed processes may need a moment."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes(""):

@@ -91,7 +91,7 @@ def train_agents(
     generator = WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
     try:
         group = generator.start(Prompt("2 + 2?", np.array([1], np.int32), "4"), Sampling(40), size=samples)
-        deadline_s, steps = time.monotonic() + 280.0, 0
+        deadline_s, steps = time.monotonic() + 2800.0, 0
         while generator.pending():
             assert time.monotonic() < deadline_s, "the agents never end"
             if not generator.has_work():

@@ -58,7 +58,7 @@ def resume(manager: CheckpointManager, group: Group) -> int | None:
 def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
     """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
     store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
+    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=1000)
 
 
 def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:

@@ -40,7 +40,7 @@ def channel_of(store: Store) -> ControlChannel:
 
 def newest_proposal(store: Store) -> Proposal:
     """Wait for a proposal, and return the newest."""
-    channel, deadline = channel_of(store), time.monotonic() + 60.0
+    channel, deadline = channel_of(store), time.monotonic() + 600.0
     while not channel.newest() and time.monotonic() < deadline:
         channel.wait_for_newer(0, timeout_s=0.1)
     proposal = channel.proposal(channel.newest())
@@ -87,7 +87,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
 
 def exchange(sender: WeightSender, receivers: list[WeightReceiver], version: int) -> TransferReport:
     """Publish ``version`` to ``receivers`` and check it in each."""
-    waiting = [beside(functools.partial(receiver.receive, timeout_s=60.0)) for receiver in receivers]
+    waiting = [beside(functools.partial(receiver.receive, timeout_s=600.0)) for receiver in receivers]
     report = sender.publish(version, model_of(version))
     for wait in waiting:
         received = wait()

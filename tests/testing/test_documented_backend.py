@@ -46,7 +46,7 @@ def run(site: Path, *words: str, command: Sequence[str] = (HWRL,), **env: str) -
     clean = {name: value for name, value in os.environ.items() if name != "HWRL_BACKEND"}
     env = clean | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"} | env
     words = (*command, *words)
-    return subprocess.run(words, env=env, cwd=site, text=True, capture_output=True, timeout=150, check=False)
+    return subprocess.run(words, env=env, cwd=site, text=True, capture_output=True, timeout=1500, check=False)
 
 
 def test_it_is_found_and_chosen_by_detection(site: Path) -> None:

@@ -184,7 +184,9 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
 def run_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     hwrl = str(Path(sysconfig.get_path("scripts")) / "hwrl")
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # several processes of the kit compute at once
-    return subprocess.run([hwrl, *words], env=env, cwd=folder, text=True, capture_output=True, timeout=240, check=False)
+    return subprocess.run(
+        [hwrl, *words], env=env, cwd=folder, text=True, capture_output=True, timeout=2400, check=False
+    )
 
 
 # -- reports --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def run(python: Path, words: Sequence[str], **env: str) -> subprocess.CompletedP
     clean = {name: value for name, value in os.environ.items() if name != "HWRL_BACKEND"}
     env = clean | {"OMP_NUM_THREADS": "1"} | env
     return subprocess.run(
-        [python, *words], env=env, cwd=python.parents[2], text=True, capture_output=True, check=False, timeout=280
+        [python, *words], env=env, cwd=python.parents[2], text=True, capture_output=True, check=False, timeout=2800
     )
 
 

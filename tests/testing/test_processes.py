@@ -95,7 +95,7 @@ def _block_beside_a_worker(rank: int, worker: Path) -> None:
 
 def test_a_killed_rank_is_an_outcome_though_its_worker_lives(tmp_path: Path) -> None:
     worker = tmp_path / "worker"
-    with Processes(_block_beside_a_worker, 1, worker, timeout_s=20.0) as processes:
+    with Processes(_block_beside_a_worker, 1, worker, timeout_s=200.0) as processes:
         while not worker.exists():
             os.sched_yield()
         processes.kill(0)

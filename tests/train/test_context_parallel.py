@@ -81,7 +81,7 @@ def attend_in_groups(rank: int, address: str) -> None:
     group = join(rank, address, 4)
     assert group is not None
     for size in (2, 4):
-        context = ContextGroup(size, backend=hwrl.get_backend(), timeout_s=60.0)
+        context = ContextGroup(size, backend=hwrl.get_backend(), timeout_s=600.0)
         assert context.share == PackShare(rank % size, size)
         part = context.share.of(ENDS[-1])
         for heads, key_heads in HEADS:
@@ -206,7 +206,7 @@ def scores_of(name: str, share: PackShare, context: ContextGroup | None) -> tupl
 def score_in_pairs(rank: int, address: str) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
     group = join(rank, address, 2)
     assert group is not None
-    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=600.0)
     found = {name: scores_of(name, context.share, context) for name in PACKED}
     group.close()
     return found
@@ -254,7 +254,7 @@ def measure_in_groups(rank: int, address: str) -> list[int]:
     """Return the bytes that this rank keeps of a row that two ranks share, and of one that four share."""
     group = join(rank, address, 4)
     assert group is not None
-    contexts = [ContextGroup(size, backend=hwrl.get_backend(), timeout_s=60.0) for size in (2, 4)]
+    contexts = [ContextGroup(size, backend=hwrl.get_backend(), timeout_s=600.0) for size in (2, 4)]
     found = [measure(context.share, context) for context in contexts]
     group.close()
     return found
@@ -286,7 +286,7 @@ def trace(rank: int, address: str) -> int:
 
     group = join(rank, address, 2)
     assert group is not None
-    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=600.0)
 
     def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads = context.to_heads(query, key, value)
@@ -326,7 +326,7 @@ def recompute(rank: int, directory: Path, address: str) -> list[int]:
 
 def test_ranks_that_share_packs_recompute_the_same_layers(models: Path) -> None:
     store = serve_store()
-    first, second = run_processes(recompute, 2, models / "two-key-heads", store_address(store), timeout_s=60)
+    first, second = run_processes(recompute, 2, models / "two-key-heads", store_address(store), timeout_s=600)
     assert first == second
     assert first[-1] == 2
 
@@ -388,7 +388,7 @@ def prove_a_leak(rank: int, address: str) -> str:
     model = random_model(PACKED["qwen3"])
     if rank == 1:
         model.model.layers[0] = Leaking(model.model.layers[0])
-    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=600.0)
     with pytest.raises(ConfigError) as caught:
         CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(), context=context).prove(
             model, dtype=torch.float32
@@ -399,5 +399,5 @@ def prove_a_leak(rank: int, address: str) -> str:
 
 def test_what_one_rank_finds_wrong_is_refused_on_all() -> None:
     store = serve_store()
-    for why in run_processes(prove_a_leak, 2, store_address(store), timeout_s=60):
+    for why in run_processes(prove_a_leak, 2, store_address(store), timeout_s=600):
         assert "the log-probabilities of a short pack differ by" in why

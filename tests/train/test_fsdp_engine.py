@@ -337,5 +337,5 @@ def uneven_parts(rank: int, model_directory: Path, address: str, ranks: int) -> 
 def test_a_rank_with_fewer_parts_goes_along_with_the_others(model_directory: Path) -> None:
     alone = uneven_parts(0, model_directory, "", 1)
     store = serve_store()
-    pair = run_processes(uneven_parts, 2, model_directory, store_address(store), 2, timeout_s=30)
+    pair = run_processes(uneven_parts, 2, model_directory, store_address(store), 2, timeout_s=300)
     assert pair == pytest.approx([alone, alone], rel=1e-3)

@@ -122,7 +122,7 @@ def groups_after_engines(rank: int, model_directory: Path) -> tuple[bool, bool]:
 
 def test_a_step_on_the_host_uses_the_default_group_that_there_is(model_directory: Path) -> None:
     """As where a Megatron engine, or the user's own loop, made one. It stays; the engine's own one ends with it."""
-    assert run_processes(groups_after_engines, 1, model_directory, timeout_s=120.0) == [(True, False)]
+    assert run_processes(groups_after_engines, 1, model_directory, timeout_s=1200.0) == [(True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -162,7 +162,7 @@ def test_the_plan_of_two_ranks_is_within_a_tenth_of_the_peak(
     directory: Path, dtype: torch.dtype, recomputes: bool, room: int
 ) -> None:
     store = serve_store()
-    found = run_processes(on_two_ranks, 2, directory, store_address(store), dtype, recomputes, room, timeout_s=300)
+    found = run_processes(on_two_ranks, 2, directory, store_address(store), dtype, recomputes, room, timeout_s=3000)
     assert close(*found[0]), found
 
 

@@ -64,7 +64,7 @@ def transfer(rank: int, directory: Path, address: str) -> Any:
         engine = EmbeddedEngine(build_model(directory, dtype=torch.float32), eos_ids=[], max_running=1, max_length=8)
         with WeightReceiver(store, replica="r0", backend=hwrl.get_backend()) as receiver:
             for version in (1, 2):
-                engine.load_weights(receiver.receive(timeout_s=60.0).items(), version=version)
+                engine.load_weights(receiver.receive(timeout_s=600.0).items(), version=version)
         return engine.model.state_dict()
     group = join(rank, address, 2)
     trainer = engine_on(directory, group)
@@ -75,7 +75,7 @@ def transfer(rank: int, directory: Path, address: str) -> Any:
             if sender is None:
                 weights.follow()
             else:
-                sender.wait_for_receivers(1, timeout_s=60.0)
+                sender.wait_for_receivers(1, timeout_s=600.0)
                 sender.publish(version, weights.model)
     state = {name: full(tensor).clone() for name, tensor in trainer.model.state_dict().items()}
     assert group is not None
@@ -85,7 +85,7 @@ def transfer(rank: int, directory: Path, address: str) -> Any:
 
 def test_experts_of_two_ranks_travel_by_name_into_the_packed_parameters_of_an_engine(mixture_directory: Path) -> None:
     store = serve_store()
-    sent, _, received = run_processes(transfer, 3, mixture_directory, store_address(store), timeout_s=60)
+    sent, _, received = run_processes(transfer, 3, mixture_directory, store_address(store), timeout_s=600)
     assert received.keys() == sent.keys()
     assert all(torch.equal(received[name], sent[name]) for name in sent)
     untrained = build_model(mixture_directory, dtype=torch.float32).state_dict()

@@ -23,7 +23,7 @@ __all__ = ["store"]  # the fixture
 async def _link(store: Store) -> AsyncIterator[tuple[AsyncWeightSender, AsyncWeightReceiver, AsyncStreamReceiver]]:
     backend: Any = {"backend": CpuBackend(INFO)}
     async with (
-        AsyncWeightSender(store, timeout_s=60.0, **backend) as sender,
+        AsyncWeightSender(store, timeout_s=600.0, **backend) as sender,
         AsyncWeightReceiver(store, replica="r0", **backend) as receiver,
         AsyncStreamReceiver(store, replica="s0", **backend) as streaming,
     ):
@@ -89,7 +89,7 @@ def test_a_wait_that_is_cancelled_twice_still_waits_for_the_end_of_the_receive(s
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             with pytest.raises(CommTimeoutError):  # at once: the thread is free
-                await asyncio.wait_for(receiver.receive(timeout_s=0.0), timeout=10.0)
+                await asyncio.wait_for(receiver.receive(timeout_s=0.0), timeout=100.0)
 
     asyncio.run(main())
 

@@ -279,7 +279,7 @@ class Allocated(TorchDispatchMode):
 def send_or_receive(rank: int, address: str, transport: str) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=30.0) as sender:
+        with WeightSender(store, transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=300.0) as sender:
             sender.wait_for_receivers(WORKERS)
             for version in (1, 2, 3):
                 report = sender.publish(version, weights_of(version).items())
@@ -303,7 +303,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
     members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
     for version in (1, 2, 3):
         deadline = 30.0 + time.monotonic()
-        proposal = members.wait(deadline=deadline, timeout_s=30.0, aborted=None, have=None)
+        proposal = members.wait(deadline=deadline, timeout_s=300.0, aborted=None, have=None)
         members.begin(proposal)
         assert members.rendezvous(proposal)
         offered = [None, None]
@@ -314,8 +314,8 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
             proposal=proposal.number,
             version=version,
             members=tuple(offered),
-            timeout_s=30.0,
-            limit_s=99.0,
+            timeout_s=300.0,
+            limit_s=990.0,
         )
         with Allocated() as counted:
             taken = receiver.take(offer)
@@ -335,7 +335,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
 )
 def test_each_worker_receives_its_shares_with_a_ring_alone(transport: str) -> None:
     store = serve_store()
-    _, *allocated = run_processes(send_or_receive, 1 + WORKERS, store_address(store), transport, timeout_s=120.0)
+    _, *allocated = run_processes(send_or_receive, 1 + WORKERS, store_address(store), transport, timeout_s=1200.0)
     layout = WeightLayout.plan(weights_of(0).items(), slab_nbytes=SLAB_NBYTES)
     assert layout.payload_nbytes > 10 * SLAB_NBYTES
     for first, *later in allocated:

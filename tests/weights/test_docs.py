@@ -24,7 +24,7 @@ def test_the_example_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
     environment = os.environ | {"HWRL_BACKEND": "cpu"}
-    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -75,7 +75,7 @@ def _send_generated(rank: int, address: str, transport: str) -> Any:
     store = connect_store(address)
     if rank == 0:
         with WeightSender(
-            store, backend=_cpu(), transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=60.0
+            store, backend=_cpu(), transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=600.0
         ) as sender:
             sender.wait_for_receivers(["r1", "r2", "r3"])
             reports, held = [], []
@@ -165,7 +165,7 @@ def test_a_generator_whose_transfer_breaks_is_read_to_its_end_and_both_ends_are_
 
 def _make_together(rank: int, address: str) -> float:
     store, begin = connect_store(address), time.monotonic()
-    group = Comm(_cpu()).standalone_group(connect_store(address), rank=rank, size=2, name="trainer", timeout_s=60.0)
+    group = Comm(_cpu()).standalone_group(connect_store(address), rank=rank, size=2, name="trainer", timeout_s=600.0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(COUNT):
@@ -179,7 +179,7 @@ def _make_together(rank: int, address: str) -> float:
                 pass
         group.close()
         return time.monotonic() - begin
-    with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=60.0) as sender:
+    with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=600.0) as sender:
         assert sender.publish(5, tensors()).receivers == 0
         with pytest.raises(TransferFailedError, match="cannot follow"):
             sender.publish(4, tensors())

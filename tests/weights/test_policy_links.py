@@ -21,7 +21,7 @@ def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -
     if rank == 0:
         trainer, plans, left = Trainer(store, transport), [], []
         for version in VERSIONS:
-            assert not await_keys(store, [f"wants {version}"], timeout_s=30.0)
+            assert not await_keys(store, [f"wants {version}"], timeout_s=300.0)
             left.append((store.num_keys() - version, opened_memories()))
             plans.append(trainer.publish(version).plan.what)
         trainer.sender.close()

@@ -125,7 +125,7 @@ def _send_or_receive_a_mixture(rank: int, directory: Path, address: str) -> Any:
     store, backend = connect_store(address), CpuBackend(INFO)
     if rank == 2:
         with WeightReceiver(store, replica="r0", backend=backend) as receiver:
-            return dict(receiver.receive(timeout_s=60.0))
+            return dict(receiver.receive(timeout_s=600.0))
     group = join(rank, address, 2)
     with SharedWeights(engine_on(directory, group), group) as weights:
         if rank:
@@ -183,7 +183,7 @@ def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
     if rank >= 2:
         return _receive_until_given_up(address, f"r{rank}")
     backends = {"raises": RaisingBackend(at=15), "dies": DyingBackend(at=15)}
-    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=20.0) as side:
+    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=200.0) as side:
         side.wait_for_receivers(2)
         side.send(1)
         begin = time.monotonic()
@@ -193,7 +193,7 @@ def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
         except (TransferFailedError, MemoryError, KeyError) as exc:
             failure, took_s = f"{type(exc).__name__}: {exc}", time.monotonic() - begin
         if broken == "raises":
-            assert not await_keys(side.store, ["told r2", "told r3"], timeout_s=20.0)
+            assert not await_keys(side.store, ["told r2", "told r3"], timeout_s=200.0)
             side.send(3)
         return failure, took_s
 
@@ -214,9 +214,9 @@ def raising(group: Any) -> WeightSource:
 def _receive_until_given_up(address: str, replica: str) -> Any:
     store = connect_store(address)
     with WeightReceiver(store, replica=replica, backend=CpuBackend(INFO)) as receiver:
-        first = receiver.receive(timeout_s=80.0)
+        first = receiver.receive(timeout_s=800.0)
         try:
-            receiver.receive(timeout_s=80.0)
+            receiver.receive(timeout_s=800.0)
         except TransferFailedError as exc:
             failure = str(exc)
         store.set(f"told {replica}", "")
@@ -255,7 +255,7 @@ def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_vers
 
 def _send_past_a_lost_receiver(rank: int, address: str, lost: str) -> Any:
     if rank < 2:
-        with TrainerSide(address, rank, 2, 2, timeout_s=60.0 if lost == "dies" else 3.0) as side:
+        with TrainerSide(address, rank, 2, 2, timeout_s=600.0 if lost == "dies" else 3.0) as side:
             side.wait_for_receivers(2)
             begin = time.monotonic()
             reports = [side.send(version) for version in (1, 2)]

@@ -57,7 +57,7 @@ def test_dtype_casts_floating_point_tensors_only() -> None:
 def test_tied_weights_travel_once_and_arrive_tied(store: Any, dtype: torch.dtype | None) -> None:
     source = WeightSource.from_module(Tied(), dtype=dtype)
     with sender_of(store) as sender, receiver_of(store) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=100.0))
         report = sender.publish(1, source)
         received = waiting()
     assert all(torch.equal(received[name], tensor) for name, tensor in source)
@@ -135,7 +135,7 @@ def test_views_that_conjugate_or_negate_arrive_as_they_are_read(store: Store, tr
         sender_of(store, transport=transport, slab_nbytes=slab_nbytes) as sender,
         receiver_of(store) as receiver,
     ):
-        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         sender.publish(1, weights.items())
         received = waiting()
         for name, tensor in weights.items():

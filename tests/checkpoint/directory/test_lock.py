@@ -91,7 +91,7 @@ def test_with_patience_a_manager_waits_for_the_end_of_the_writer_before_it(tmp_p
     logger, handler = logging.getLogger("hwrl.checkpoint"), EndsTheWriter()
     logger.addHandler(handler)
     try:
-        CheckpointManager(tmp_path, backend=CpuBackend(INFO), lock_wait_s=60.0).close()
+        CheckpointManager(tmp_path, backend=CpuBackend(INFO), lock_wait_s=600.0).close()
     finally:
         logger.removeHandler(handler)
 

@@ -17,7 +17,7 @@ from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
 TIMEOUT_S, NOTICE_S = 4.0, 15.0
-PATIENT_S = 60.0  # of ranks that lose nobody: a busy machine may hold one up
+PATIENT_S = 600.0  # of ranks that lose nobody: a busy machine may hold one up
 RANKS = 3
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_is_named_in_time_and_the_others_save_without_it(
     tmp_path: Path, victim: int, async_save: bool
 ) -> None:
     store = serve_store()
-    with Processes(_lose_one, RANKS, store_address(store), tmp_path, victim, async_save, timeout_s=150) as processes:
+    with Processes(_lose_one, RANKS, store_address(store), tmp_path, victim, async_save, timeout_s=1500) as processes:
         for rank in set(range(RANKS)) - {victim}:
             outcome = processes.wait(rank)
             assert outcome.error is None, outcome.error
@@ -110,7 +110,7 @@ def _freeze_one(rank: int, address: str, directory: Path, victim: int) -> tuple[
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_freezes_hears_that_the_save_failed_and_takes_part_in_the_next(tmp_path: Path, victim: int) -> None:
     store = serve_store()
-    for after_s, text in run_processes(_freeze_one, 2, store_address(store), tmp_path, victim, timeout_s=150):
+    for after_s, text in run_processes(_freeze_one, 2, store_address(store), tmp_path, victim, timeout_s=1500):
         assert after_s < TIMEOUT_S + NOTICE_S
         assert f"no answer from rank {victim}" in text
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [3]
@@ -130,5 +130,5 @@ def _wait_for_the_slow(rank: int, address: str, directory: Path) -> None:
 
 def test_a_rank_that_writes_for_longer_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
     store = serve_store()
-    run_processes(_wait_for_the_slow, 2, store_address(store), tmp_path, timeout_s=150)
+    run_processes(_wait_for_the_slow, 2, store_address(store), tmp_path, timeout_s=1500)
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [1]

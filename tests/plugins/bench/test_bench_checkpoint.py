@@ -12,7 +12,6 @@ from hwrl.cli import main
 from hwrl_bench.checkpoint_ways import SaveWorkload
 
 
-@pytest.mark.timeout(500)
 def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,5 +48,5 @@ def both(rank: int, directory: Path, address: str, ranks: int) -> list[dict[str,
 def test_packs_take_the_step_of_padded_rows(tmp_path: Path, ranks: int) -> None:
     write_demo(tmp_path, seed=3, prompts=16)
     store = serve_store()
-    for steps in run_processes(both, ranks, tmp_path, store_address(store), ranks, timeout_s=120):
+    for steps in run_processes(both, ranks, tmp_path, store_address(store), ranks, timeout_s=1200):
         assert_same_steps(steps)

@@ -45,7 +45,7 @@ def train_in_parallel(
 def train(engine: TrainEngine, directory: Path, steps: range, *, group: Group | None) -> dict[str, Any]:
     """Resume from ``directory`` if there is a checkpoint, take ``steps`` and save; return metrics and weights."""
     share = slice(engine.data_parallel_rank, None, engine.data_parallel_size)
-    with CheckpointManager(directory / "checkpoints", group=group, timeout_s=60) as manager:
+    with CheckpointManager(directory / "checkpoints", group=group, timeout_s=600) as manager:
         with engine.on_device(optimizer=True):
             state = engine.state_dict()
             if manager.resume(state) is not None:
@@ -64,7 +64,7 @@ def train(engine: TrainEngine, directory: Path, steps: range, *, group: Group | 
 def spawn(directory: Path, *, ranks: int, tensor_parallel: int, steps: range) -> list[dict[str, Any]]:
     store = serve_store()
     address = store_address(store)
-    return run_processes(train_in_parallel, ranks, directory, address, ranks, tensor_parallel, steps, timeout_s=240)
+    return run_processes(train_in_parallel, ranks, directory, address, ranks, tensor_parallel, steps, timeout_s=2400)
 
 
 def demo_in(directory: Path) -> Path:
@@ -96,7 +96,6 @@ def assert_same_end(ended: list[dict[str, Any]], wanted: dict[str, Any]) -> None
         torch.testing.assert_close(one["logprobs"], wanted["logprobs"], atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.timeout(400)
 def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, straight: dict[str, Any]) -> None:
     ended = spawn(demo_in(tmp_path / "four"), ranks=4, tensor_parallel=2, steps=range(6))
     assert_metrics(ended, straight["metrics"])
@@ -104,7 +103,6 @@ def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, s
 
 
 @pytest.mark.extended  # test_sharded.py and test_stages.py go on from checkpoints of other layouts
-@pytest.mark.timeout(400)
 def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, straight: dict[str, Any]) -> None:
     directory = demo_in(tmp_path / "changing")
     stages = [
@@ -150,7 +148,7 @@ def test_ranks_of_a_layer_recompute_the_same_layers(tmp_path: Path) -> None:
     for setting in ("auto", False):
         store = serve_store()  # of its own: default groups of one process and one store would meet each other's keys
         found[setting] = run_processes(
-            train_with_uneven_room, 2, directory, store_address(store), setting, timeout_s=120
+            train_with_uneven_room, 2, directory, store_address(store), setting, timeout_s=1200
         )
     for auto, plain in zip(found["auto"], found[False], strict=True):
         assert (auto["recomputed"], plain["recomputed"]) == (2, 0)

@@ -34,14 +34,13 @@ def run(demo: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=3000,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
 
-@pytest.mark.timeout(600)
 def test_it_learns_and_goes_on_with_two_stages_that_both_send(tmp_path: Path) -> None:
     write_demo(tmp_path, seed=1, prompts=2048)
     run(tmp_path, "train.steps=30")

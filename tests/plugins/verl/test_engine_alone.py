@@ -94,7 +94,7 @@ def test_an_offloaded_model_is_offloaded_again_if_verl_cannot_gather_its_weights
 
 
 def until(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 200.0
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
     return is_so()
@@ -207,6 +207,6 @@ def test_a_part_does_not_go_on_before_the_tracker_names_its_step(before: int | N
         (tmp_path / TRACKER_NAME).write_text(str(before))
     with pytest.raises(CheckpointSaveError, match=rf"{TRACKER_NAME} did not name it within 0\.1 s"):
         tracker.announce(tmp_path, "critic", 2, timeout_s=0.1)
-    tracker.announce(tmp_path, "actor", 2, timeout_s=20.0)
-    tracker.announce(tmp_path, "critic", 2, timeout_s=20.0)
+    tracker.announce(tmp_path, "actor", 2, timeout_s=200.0)
+    tracker.announce(tmp_path, "critic", 2, timeout_s=200.0)
     assert tracker.announced(tmp_path) == 2

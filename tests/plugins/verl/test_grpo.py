@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("verl", "vllm"))), reason="needs verl and a vLLM for it: docs/verl.md"
     ),
-    pytest.mark.timeout(1800),
 ]
 
 

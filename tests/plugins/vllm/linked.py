@@ -28,11 +28,11 @@ class Linked:
         self.engine, self.transport, self._slab_nbytes = engine, transport, slab_nbytes
         self.store, self._name = serve_store(), POLICY_BASE if base else POLICY
         names: Any = {"address": store_address(self.store), "name": self._name, "replica": "r0"}
-        self.link = EngineModels(engine, self.store, **names, timeout_s=60.0, once=base, poll_s=0.0)
+        self.link = EngineModels(engine, self.store, **names, timeout_s=600.0, once=base, poll_s=0.0)
         self.report: TransferReport | None = None
         self.sender = self.new_sender()
 
-    def new_sender(self, *, timeout_s: float = 20.0) -> WeightSender:
+    def new_sender(self, *, timeout_s: float = 200.0) -> WeightSender:
         """Return a sender that takes the place of the one before."""
         return WeightSender(
             self.store, name=self._name, transport=self.transport, slab_nbytes=self._slab_nbytes, timeout_s=timeout_s
@@ -58,7 +58,7 @@ class Linked:
             self.report = publishing()
 
     def wait_for_offer(self) -> None:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 300.0
         while not self.link.poll():
             assert time.monotonic() < deadline, "nothing is offered"
             time.sleep(0.002)

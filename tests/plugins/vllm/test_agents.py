@@ -18,7 +18,6 @@ from tests.support.trained_agents import Witness, check_tokens, train_agents, wo
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
-    pytest.mark.timeout(600),  # the first call compiles
 ]
 STYLE = STYLES["chatml"]
 ADD: dict[str, Any] = {

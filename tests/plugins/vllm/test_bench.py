@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.skipif(not ON_HOST, reason="the bench itself is run on devices"),
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(600),
 ]
 
 

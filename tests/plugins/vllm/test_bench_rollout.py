@@ -14,7 +14,6 @@ from tests.plugins.vllm.serving import ON_HOST
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.skipif(not ON_HOST, reason="the benchmark itself is run on devices"),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -13,7 +13,6 @@ from tests.plugins.vllm.serving import ON_DEVICE_OPTIONS, ON_HOST
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -165,7 +165,6 @@ def test_what_is_not_only_copies_is_not_repeated_and_told_with_its_reason(loader
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["llama", "qwen2", "gpt2"])  # the latter two have biases
 def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     if get_backend().info.device_type == "cpu":  # vLLM packs linear layers there, for a library's kernels

@@ -44,4 +44,4 @@ def lend_or_open(rank: int, address: str) -> bool:
 
 def test_another_process_opens_what_is_lent_with_dtype_and_shape() -> None:
     store = serve_store()
-    assert run_processes(lend_or_open, 2, store_address(store), timeout_s=120.0) == [True, True]
+    assert run_processes(lend_or_open, 2, store_address(store), timeout_s=1200.0) == [True, True]

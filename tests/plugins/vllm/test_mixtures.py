@@ -15,7 +15,6 @@ from hwrl.run.demo import write_demo
 REPO = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
-    pytest.mark.timeout(600),  # the first call compiles
 ]
 
 
@@ -32,5 +31,5 @@ def test_tokens_equal_transformers_after_each_update(tmp_path: Path, arguments: 
         pytest.skip("needs a device for each worker")
     write_demo(tmp_path, seed=1, prompts=16, experts=4)
     command = [sys.executable, "-m", "tests.plugins.vllm.mixture", str(tmp_path / "model"), *arguments]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=5000)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

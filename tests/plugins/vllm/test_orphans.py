@@ -37,7 +37,7 @@ GVISOR = "def refuse(pid): raise OSError(38, 'Function not implemented')\nos.pid
 @pytest.mark.parametrize("before", ["", NO_PIDFD, GVISOR], ids=["linux", "no pidfd_open", "ENOSYS"])
 def test_a_process_ends_with_its_killed_owner(before: str, late: bool) -> None:
     child = CHILD.format(before=before, wait=ORPHANED if late else "")
-    assert ends("owner", child, look_first=not late, wait_s=20.0)
+    assert ends("owner", child, look_first=not late, wait_s=200.0)
 
 
 @pytest.mark.parametrize("owner", ["1", "no number"])

@@ -19,7 +19,6 @@ from tests.support.filtered import FILTERS, distribution
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
-    pytest.mark.timeout(600),  # the first call compiles
 ]
 
 

@@ -20,7 +20,6 @@ pytestmark = [
         get_backend().info.device_type == "cpu", reason="vLLM has no sleep mode on the CPU: set HWRL_BACKEND"
     ),
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(600),
 ]
 
 

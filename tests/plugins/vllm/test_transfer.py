@@ -24,7 +24,6 @@ from tests.plugins.vllm.vllm_server import ON_DEVICE, PLAIN, REPO, VllmServer, o
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(600),
 ]
 TRANSPORT = "device" if ON_HOST else "ipc"  # a device has room for one process of NCCL
 

@@ -55,7 +55,7 @@ class VllmServer:
     def post(self, path: str, body: Any) -> Any:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=1200) as response:
             return json.loads(response.read())
 
 
@@ -97,7 +97,7 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
 
 
 def _wait_until_it_serves(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 3000
     while time.monotonic() < deadline and process.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()

@@ -81,7 +81,7 @@ class SlurmJob:
         return self._notes.read_text().splitlines() if self._notes.exists() else []
 
     def wait_for(self, beginning: str) -> None:
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + 200.0
         while not any(line.startswith(beginning) for line in self.notes()):
             assert time.monotonic() < deadline_s and self.process.poll() is None, self.notes()
             time.sleep(0.02)
@@ -120,7 +120,7 @@ def test_a_job_starts_ray_on_all_nodes_trains_and_leaves_nothing(tmp_path: Path,
     assert waits == "waits for 2 nodes"
     assert run == f"hwrl train config.yaml resume=true train.steps=3 127.0.0.1:{job.port} token 600 65"
     assert not list(tmp_path.glob(".hwrl-token-*"))
-    deadline_s = time.monotonic() + 10.0
+    deadline_s = time.monotonic() + 100.0
     while not is_free(job.port):
         assert time.monotonic() < deadline_s, "Ray ends with the job"
         time.sleep(0.2)  # a connection that nobody accepts fills the server's queue

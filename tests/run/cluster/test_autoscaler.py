@@ -55,7 +55,7 @@ def cluster() -> Iterator[tuple[HostNetwork, Path]]:
                 f"--node-ip-address={head.address}", "--num-cpus=2",
                 f"--object-store-memory={_OBJECTS['object_store_memory']}",
                 f"--autoscaling-config={work / 'cluster.json'}",
-                timeout_s=90.0,
+                timeout_s=900.0,
                 env={
                     **hosts.environment, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
                     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD,
@@ -86,7 +86,7 @@ def test_a_replica_gets_a_node_from_the_autoscaler_and_gives_it_back(cluster: tu
         assert run.metrics()[-1]["sync/receivers"] == 2.0
         host.run(HWRL, "scale", str(run.directory), "--replicas", "1")
         run.wait_for_output(" left (")
-        wait_until(lambda: _nodes(host) == 1, timeout_s=120.0, otherwise=lambda: "the idle node is still there")
+        wait_until(lambda: _nodes(host) == 1, timeout_s=1200.0, otherwise=lambda: "the idle node is still there")
         run.wait_for_step(int(run.metrics()[-1]["step"]) + 5)
         stop_driver(network)
         assert run.wait() == 130

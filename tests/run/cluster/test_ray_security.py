@@ -65,15 +65,14 @@ def client(tmp_path: Path) -> Iterator[dict[str, str]]:
     )
     assert cluster.stdout is not None
     yield {**known, "RAY_ADDRESS": cluster.stdout.readline().strip()}
-    cluster.communicate("\n", timeout=60)
+    cluster.communicate("\n", timeout=600)
 
 
 def join(config: Path, security: str, env: dict[str, str]) -> str:
     command = [sys.executable, "-c", JOIN, str(config), security]
-    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=100, check=True).stdout
+    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=1000, check=True).stdout
 
 
-@pytest.mark.timeout(300)
 def test_a_run_joins_with_tls_and_neither_without_it_nor_with_another_token(
     client: dict[str, str], tmp_path: Path
 ) -> None:

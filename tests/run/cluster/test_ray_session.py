@@ -85,7 +85,7 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
     monkeypatch.setenv("RAY_TMPDIR", str(base))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
     enter = "from hwrl.run.cluster.ray_security import private_ray; held = private_ray(); held.__enter__()"
-    subprocess.run([sys.executable, "-c", f"{enter}; import os; os.kill(os.getpid(), 9)"], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", f"{enter}; import os; os.kill(os.getpid(), 9)"], check=False, timeout=600)
     (left,) = base.iterdir()
     with private_ray() as directory:
         (own,) = base.iterdir()
@@ -111,7 +111,7 @@ def test_a_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: 
     of_others.mkdir()
     (of_others / "token").touch()
     descend = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"  # Python's rmtree recurses
-    subprocess.run([sys.executable, "-c", descend], cwd=of_others, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", descend], cwd=of_others, check=True, timeout=600)
     os.chown(of_others, 65534, 65534)
     with private_ray():
         pass
@@ -141,7 +141,7 @@ def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: 
         assert "gcs_server" in commands and "raylet" in commands
         assert not [name for name in ("monitor.py", "dashboard.py") if name in commands], "the run uses none of them"
         address = ray.get_runtime_context().gcs_address
-        ended = subprocess.run([sys.executable, "-c", STRANGER, address], text=True, capture_output=True, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", STRANGER, address], text=True, capture_output=True, timeout=600)
         assert ended.stdout.strip() == "False", ended.stderr
     assert logged == ["starting Ray on this machine"]
     assert not home.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
@@ -191,4 +191,4 @@ def test_joining_a_cluster_that_lets_anyone_in_is_told(tmp_path: Path, monkeypat
     with ray_cluster(load_config(path, []), log=logged.append):
         pass
     assert "has no authentication" in logged[-1] and "RAY_AUTH_MODE=token" in logged[-1]
-    other.communicate("", timeout=60)
+    other.communicate("", timeout=600)

@@ -36,7 +36,7 @@ def train(site: Path, *words: str, devices: int, **variables: str) -> subprocess
     env = {**os.environ, "PYTHONPATH": path, "HWRL_BACKEND": "numbered", "NUMBERED_DEVICES": str(devices)}
     env |= variables
     return subprocess.run(
-        [HWRL, "train", config, *SMALL, *words], env=env, text=True, capture_output=True, timeout=150, check=False
+        [HWRL, "train", config, *SMALL, *words], env=env, text=True, capture_output=True, timeout=1500, check=False
     )
 
 

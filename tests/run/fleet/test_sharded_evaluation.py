@@ -39,7 +39,7 @@ def _answers_are_futures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hwrl.run.fleet.sharded_evaluation.value_of", lambda answer: answer.result())
 
 
-def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 60.0) -> ShardedEvaluation:
+def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 600.0) -> ShardedEvaluation:
     staying = lambda: [name for name, one in replicas.items() if not one.leaving]  # noqa: E731 - a call with the names
     return ShardedEvaluation(lambda: cast(Any, replicas), staying=staying, limit_s=limit_s)
 

@@ -220,7 +220,7 @@ def test_no_device_of_the_backend_is_needed(config_file: Path) -> None:
     start = "import sys; from hwrl.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", start, "plan", str(config_file), "--devices", "2", "--memory", "64GiB"]
     environment = {**os.environ, "HWRL_BACKEND": "a-backend-of-the-cluster"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2000, check=False)
     assert done.returncode == 0 and "It fits." in done.stdout, done.stderr
 
 

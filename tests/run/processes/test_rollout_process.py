@@ -106,9 +106,9 @@ def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
     store = serve_store()
     with (
         WeightSender(store, transport=transport) as sender,
-        Processes(roll_out, 1, config, store_address(store), timeout_s=120.0) as processes,
+        Processes(roll_out, 1, config, store_address(store), timeout_s=1200.0) as processes,
     ):
-        sender.wait_for_receivers(1, timeout_s=90.0)
+        sender.wait_for_receivers(1, timeout_s=900.0)
         for version in (1, 2):
             sender.publish(version, weights.items(), {INCARNATION: 0})
         outcome = processes.wait(0)

@@ -82,7 +82,7 @@ def test_a_fourth_transport_carries_a_generator_in_chapters(store: Store, fourth
             yield f"t{number}", torch.full((500,), float(number))
 
     with sender_of(store, transport=FOURTH, slab_nbytes=1024, slabs=1) as sender, receiver_of(store) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         assert sender.publish(1, made()).receivers == 1
         received = waiting()
         assert [tensor[0].item() for tensor in received.values()] == list(range(9))
@@ -96,8 +96,8 @@ def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wi
     )
     with sender_of(store, transport=FOURTH, transports=transports) as sender:
         publishing = beside(lambda: sender.publish(1, model_of(1)))
-        deadline = time.monotonic() + 30.0
-        proposal = registrations.wait(deadline=deadline, timeout_s=30.0, aborted=None, have=None)
+        deadline = time.monotonic() + 300.0
+        proposal = registrations.wait(deadline=deadline, timeout_s=300.0, aborted=None, have=None)
         assert registrations.rendezvous(proposal)
         offer = WeightOffer(
             store=store_address(cast(Any, store)),
@@ -105,8 +105,8 @@ def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wi
             proposal=proposal.number,
             version=1,
             members=registrations.members_of(proposal),
-            timeout_s=30.0,
-            limit_s=99.0,
+            timeout_s=300.0,
+            limit_s=990.0,
         )
         receiver = EngineReceiver(0, **engine, transports=transports)  # type: ignore[arg-type]  # of several types
         assert receiver.take(offer).version == 1
@@ -132,7 +132,7 @@ def test_keys_of_a_transport_are_never_those_of_hwrl_or_of_a_receiver(store: Sto
             timing=ReceiverTiming(),
             cancellation=Cancellation(),
             layout=channel.layout(proposal),
-            deadline=time.monotonic() + 30.0,
+            deadline=time.monotonic() + 300.0,
         )
         for key in ("chapter/1", "share/1", f"read/{proposal.to[0]}"):
             sending.tell(key, "the transport's")
