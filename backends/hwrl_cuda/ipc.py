@@ -69,7 +69,7 @@ def open(handle: Handle) -> torch.Tensor:
     raw, offset, nbytes = bytes.fromhex(str(handle["memory"])), int(handle["offset"]), int(handle["nbytes"])
     if len(raw) != _HANDLE_NBYTES or offset < 0 or nbytes < 0:
         raise ValueError(f"{len(raw)} bytes of {_HANDLE_NBYTES}, for {nbytes:,} bytes at {offset:,}")
-    index = _index_of(str(handle["device"]))
+    index = _reader_of(_index_of(str(handle["device"])))
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context(index):
         try:
@@ -90,6 +90,17 @@ def open(handle: Handle) -> torch.Tensor:
         )
     mapping = _Mapping(base.value, index=index, offset=offset, nbytes=nbytes)
     return torch.as_tensor(mapping, device=torch.device("cuda", index))
+
+
+def _reader_of(exporter: int) -> int:
+    """Return the device to map memory of device ``exporter`` for: the current one, if it reads the other directly.
+
+    Its own copies then read the memory. torch would let the exporter's device write instead, which cannot write to what
+    only its owner has mapped, as the memory of vLLM's sleeping allocator; and it would make a context there, 0.5 GB.
+    """
+    current = torch.cuda.current_device()
+    direct = current == exporter or torch.cuda.can_device_access_peer(current, exporter)
+    return current if direct else exporter
 
 
 class _Mapping:

@@ -360,9 +360,11 @@ class Backend:
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
         """Return the memory behind another process's ``handle``: its bytes, as a 1-d uint8 tensor.
 
-        The tensor is on the exporter's device, under this process's number for it. The memory stays mapped until the
-        last tensor over it is gone. Raises UnsupportedError in the exporting process itself. Raises CommError if the
-        handle is damaged, stale or from another host, or if its device is not visible here.
+        If this process's current device reads the exporter's memory directly, the tensor is on the current device, and
+        copies from it run there; otherwise it is on the exporter's device, under this process's number for it. The
+        memory stays mapped until the last tensor over it is gone. Raises UnsupportedError in the exporting process
+        itself. Raises CommError if the handle is damaged, stale or from another host, or if its device is not visible
+        here.
         """
         self.require(Capability.DEVICE_IPC, needed_for="open another process's device memory")
         fields = unseal(handle)
