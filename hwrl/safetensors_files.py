@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from hwrl.errors import DataError
+from hwrl.files import replacing
 
 __all__ = ["INDEX", "SINGLE_FILE", "TensorFiles", "write_tensors"]
 
@@ -183,22 +183,15 @@ def _planned(described: Iterable[tuple[str, torch.Tensor]], file_nbytes: int) ->
 
 
 def _write_file(path: Path, file: _PlannedFile, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    draft = path.with_suffix(".partial")
-    try:
-        with draft.open("wb") as out:
-            out.write(_header(file.tensors))
-            for name, wanted in file.tensors:
-                found, tensor = next(tensors, ("nothing", torch.empty(0)))
-                if (name, wanted.shape, wanted.dtype) != (found, tensor.shape, tensor.dtype):
-                    came = f"{found} ({tensor.dtype}, {list(tensor.shape)})"
-                    raise ValueError(f"{came} came, and not {name} ({wanted.dtype}, {list(wanted.shape)})")
-                out.write(_bytes_of(tensor))
-                del tensor
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    with replacing(path) as out:
+        out.write(_header(file.tensors))
+        for name, wanted in file.tensors:
+            found, tensor = next(tensors, ("nothing", torch.empty(0)))
+            if (name, wanted.shape, wanted.dtype) != (found, tensor.shape, tensor.dtype):
+                came = f"{found} ({tensor.dtype}, {list(tensor.shape)})"
+                raise ValueError(f"{came} came, and not {name} ({wanted.dtype}, {list(wanted.shape)})")
+            out.write(_bytes_of(tensor))
+            del tensor
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -229,6 +222,5 @@ def _write_index(path: Path, files: Sequence[_PlannedFile]) -> None:
         "metadata": {"total_size": sum(file.nbytes for file in files)},
         "weight_map": {name: file.name for file in files for name, _ in file.tensors},
     }
-    draft = path.with_suffix(".partial")
-    draft.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    draft.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps(index, indent=2).encode())

@@ -76,7 +76,7 @@ def test_a_model_that_is_not_as_described_is_no_model(tmp_path: Path, wrong: dic
     with pytest.raises(ValueError, match="came, and not"):
         write_tensors(tmp_path, described(), iter(wrong.items()))
     assert not (tmp_path / "model.safetensors").exists()
-    assert not list(tmp_path.glob("*.partial")) and not (tmp_path / "model.safetensors.index.json").exists()
+    assert not list(tmp_path.glob(".tmp_*")) and not (tmp_path / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/b.safetensors"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS, find_owner
 from hwrl.errors import HwrlError, RunDirectoryError
+from hwrl.files import read_file
 from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
 from hwrl.run.invocation import invoked
 
@@ -185,17 +185,10 @@ def _written_ns(path: Path) -> int:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in ``path``; an empty one if the content is not one; None if there is no file."""
-    try:  # follow no link and open no pipe: reading must not block or leave the run directory
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        parsed = json.loads(read_file(path, max_nbytes=_MOST_NBYTES))
     except FileNotFoundError:
         return None
-    except OSError:
-        return {}
-    try:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        parsed = json.loads(os.read(descriptor, _MOST_NBYTES)) if is_file else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    finally:
-        os.close(descriptor)
     return parsed if isinstance(parsed, dict) else {}

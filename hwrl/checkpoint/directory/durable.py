@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
+
+from hwrl.files import create_file
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class DurableFS:
                 yield stream
             return
         self.before("create", path)
-        with path.open("wb") as file:
-            hashed = _HashedStream(cast(BinaryIO, file), self, path)
+        with create_file(path) as file:
+            hashed = _HashedStream(file, self, path)
             yield hashed
             self._sync(file.fileno(), path, flush=file.flush)
         self._written[path] = hashed.record()

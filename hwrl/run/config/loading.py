@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from hwrl.errors import ConfigError, manual
+from hwrl.files import read_file
 from hwrl.run.config.explain import describe, keys_in
 from hwrl.run.config.schema import Config
-from hwrl.run.config.yaml_reader import parse_yaml, read_file, write_yaml
+from hwrl.run.config.yaml_reader import MAX_NBYTES, parse_yaml, write_yaml
 
 RUN_CONFIG = "config.yaml"
 """The file in a run directory with the run's configuration. It begins with RUN_HEADER."""
@@ -29,7 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file() and "=" in path.name:
         raise ConfigError(f"{str(path)!r} is not a file", why="it looks like a setting", fix="name the YAML file first")
     try:
-        content = read_file(path)
+        content = read_file(path, max_nbytes=MAX_NBYTES, follow_links=True)
         tree = parse_yaml(content.decode("utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix=_fix_of_path(path)) from exc

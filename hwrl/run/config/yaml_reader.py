@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import stat
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-_MAX_NBYTES = 1 << 20
+MAX_NBYTES = 1 << 20
+"""Maximum size of a file."""
 _MAX_VALUES = 10_000
 """Maximum number of values in a document. Each use of an alias counts: a few lines can expand to billions of values."""
 _FLOAT, _INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
@@ -69,18 +67,6 @@ def write_yaml(tree: Any) -> str:
     """Return ``tree`` as YAML, with its keys in order. :func:`parse_yaml` returns the same value."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
     return text
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of ``path``. Raises OSError unless it is a regular file of at most 1 MiB."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would otherwise wait for a writer
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"it is not a regular file: {path}")
-        content = file.read(_MAX_NBYTES + 1)
-    if len(content) > _MAX_NBYTES:
-        raise OSError(f"it has more than {_MAX_NBYTES:,} bytes: {path}")
-    return content
 
 
 def parse_yaml(text: str) -> Any:

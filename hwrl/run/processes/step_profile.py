@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hwrl.files import replacing
+
 PROFILES = "profile"
 """The subdirectory of a run directory that holds profiles."""
 
@@ -58,9 +60,8 @@ class StepProfile:
         with self._reporting():
             profiler.stop()
             self._directory.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".tmp_{path.name}")
-            profiler.export_chrome_trace(str(draft))
-            draft.replace(path)
+            with replacing(path) as file:
+                profiler.export_chrome_trace(file.name)
             self._outcome = f"the profile of steps {steps} of trainer rank 0 was written to {path}"
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -213,6 +214,8 @@ class TrainerRank:
         directory = self._config.dir / MODEL_DIRECTORY
         try:
             directory.mkdir(exist_ok=True)  # raises for a file; transformers would silently write nothing
+            for path in filter(Path.is_symlink, directory.iterdir()):
+                path.unlink()  # transformers would write to its target
             with self._engine.on_device(optimizer=False):
                 self._engine.export(directory)
         except (OSError, SafetensorError) as exc:

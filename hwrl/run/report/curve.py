@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from hwrl.files import replacing
 from hwrl.run.report.records import Metrics
 
 
@@ -32,9 +33,8 @@ def draw_curve(history: list[Metrics], path: Path) -> None:
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    draft = path.with_name(f".tmp_{path.name}")
-    figure.savefig(draft, format="png")
-    draft.replace(path)  # an error before this leaves the old picture
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
     pyplot.close(figure)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hwrl.files import open_to_append, open_to_read
+
 
 class AppendedFile:
     """A file opened for appending, without a buffer: when ``write`` returns, the operating system has all data.
@@ -19,7 +21,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open_to_append(path)
 
     def write(self, data: bytes) -> None:
         """Append ``data``. After an error, a part of it may be in the file."""
@@ -30,7 +32,7 @@ class AppendedFile:
 
     def end_line(self) -> None:
         """Append a newline if the last line lacks it, for example after a power loss."""
-        with self._path.open("rb") as file:
+        with open_to_read(self._path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             last = file.read(1)
         if last not in (b"", b"\n"):
