@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 
 from hwrl import __version__
 from hwrl.cli.commands import Commands
 from hwrl.errors import HwrlError, with_notes
+from hwrl.output import discard, printable_output
 
 __all__ = ["main"]
 
@@ -19,26 +22,49 @@ _EXTRA_OF = dict.fromkeys(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 130 Ctrl-C.
+    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 130 Ctrl-C, 141 a closed pipe.
 
-    Help, ``--version`` and wrong usage raise SystemExit, with status 0, 0 and 2.
+    Help, ``--version`` and wrong usage raise SystemExit, with status 0, 0 and 2. Output that is lost is a failure.
     """
+    with printable_output() as output:
+        try:
+            try:
+                return _run(list(sys.argv[1:] if argv is None else argv))
+            finally:
+                output.finish()
+        except OSError as error:
+            if error is not output.lost:  # for example a name that is too long, or a directory without permission
+                _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+                return 1
+            discard(output)
+            if isinstance(error, BrokenPipeError):  # the reader has what it wants: end as other programs do
+                return 128 + signal.SIGPIPE
+            _complain(f"the output cannot be written: {error.strerror}")
+            return 1
+
+
+def _run(words: Sequence[str]) -> int:
     try:
-        args = parse(list(sys.argv[1:] if argv is None else argv))
+        args = parse(words)
         status: int = args.run(args)
     except HwrlError as error:
-        print(f"hwrl: {type(error).__name__}: {with_notes(error)}", file=sys.stderr)
+        _complain(f"{type(error).__name__}: {with_notes(error)}")
         return 1
     except KeyboardInterrupt:
-        print("hwrl: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA_OF:
             raise
-        print(f"hwrl: this command needs {error.name}, which is not installed", file=sys.stderr)
-        print(f"  fix: pip install 'hwrl[{_EXTRA_OF[error.name]}]'", file=sys.stderr)
+        fix = f"pip install 'hwrl[{_EXTRA_OF[error.name]}]'"
+        _complain(f"this command needs {error.name}, which is not installed\n  fix: {fix}")
         return 1
     return status
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # nobody can be told
+        print(f"hwrl: {text}", file=sys.stderr)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -80,7 +106,7 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
     chosen = None if name is None else commands.find(name)
     known = commands.all() if chosen is None else [chosen]
     for problem in commands.problems:
-        print(f"hwrl: {problem}", file=sys.stderr)
+        _complain(problem)
     parser = argparse.ArgumentParser(
         prog="hwrl", description="Reinforcement learning on any accelerator.", parents=[_version_option()]
     )

@@ -96,7 +96,7 @@ def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, ke
         preload("pytest", f"hwrl.testing.suites.{suite.stem}")
     plugin = _KitPlugin(subject, backend, level)
     # Ignore configuration and conftest files of the user's current folder, and options in the environment.
-    isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
+    isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider", "--color=no"]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_ADDOPTS", raising=False)
         status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TextIO
 
+from hwrl.output import discard, printable, printable_output
 from hwrl.run.report.records import Metrics
 
 
@@ -31,9 +31,9 @@ class PlainView:
     def log(self, text: str) -> None:
         """Print one line. If nobody reads the stream any longer, discard the output and continue."""
         try:
-            print(text, file=self._stream, flush=True)
+            print(printable(text), file=self._stream, flush=True)
         except OSError:
-            _discard(self._stream)
+            discard(self._stream)
 
     def close(self) -> None:
         """Do nothing: this view has no resources."""
@@ -47,9 +47,11 @@ class LiveView:
         from rich.live import Live
 
         self._total = total_steps
-        self._console = Console()
+        self._console = Console(file=getattr(sys.stdout, "raw", None))  # its escapes are meant for the terminal
         self._live = Live(console=self._console, refresh_per_second=4)
         self._live.start()
+        self._redirected = ExitStack()  # what others print goes to the console, too
+        self._redirected.enter_context(printable_output())
 
     def show(self, line: Metrics) -> None:
         """Redraw the table with the metrics of a step."""
@@ -60,25 +62,21 @@ class LiveView:
 
         table = Table(box=None, show_header=False)
         for name, value in _shown(line, self._total):
-            table.add_row(Text(name, style="bold"), Text(value))  # no markup: logging a line disables it for the table
+            table.add_row(
+                Text(printable(name), style="bold"), Text(printable(value))
+            )  # no markup: logging a line disables it for the table
         self._live.update(Group(table, ProgressBar(total=self._total, completed=line["step"], width=60)))
 
     def log(self, text: str) -> None:
         """Print one line above the table."""
         with suppress(OSError):  # the terminal is gone
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop redrawing. The last table stays on the screen."""
+        self._redirected.close()
         with suppress(OSError):
             self._live.stop()
-
-
-def _discard(stream: TextIO) -> None:
-    """Redirect the buffered and all later output of ``stream`` to /dev/null."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 View = PlainView | LiveView
@@ -91,6 +89,8 @@ def make_view(total_steps: int) -> View:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if getattr(sys.stdout, "lost", None) is not None:  # the process began without a standard output
+        discard(sys.stdout)
     return LiveView(total_steps) if sys.stdout.isatty() else PlainView(total_steps, stream=sys.stdout)
 
 
