@@ -81,7 +81,7 @@ def printable_output() -> Iterator[PrintableStream]:
             stream.reconfigure(errors="backslashreplace")
     before = sys.stdout, sys.stderr
     output = sys.stdout if isinstance(sys.stdout, PrintableStream) else PrintableStream(sys.stdout)
-    sys.stdout, sys.stderr = output, PrintableStream(sys.stderr)  # type: ignore[assignment] # streams by behaviour
+    sys.stdout, sys.stderr = output, PrintableStream(sys.stderr)
     try:
         yield output
     finally:
