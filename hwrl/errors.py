@@ -203,14 +203,14 @@ def attempt_all(*acts: Callable[[], object], after: BaseException | None = None)
 
 def note(error: BaseException, later: Exception) -> None:
     """Add the later error ``later`` to ``error`` as a note, unless the messages are equal."""
-    text = f"{type(later).__name__}: {str(later) or repr(later)}"
-    if str(later) != str(error) and f"then {text}" not in getattr(error, "__notes__", []):
+    text = f"{type(later).__name__}: {message_of(later)}"
+    if message_of(later) != message_of(error) and f"then {text}" not in getattr(error, "__notes__", []):
         error.add_note(f"then {text}")
 
 
 def with_notes(error: BaseException) -> str:
     """Return the message of ``error`` and its notes."""
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "\n".join([message_of(error), *getattr(error, "__notes__", [])])
 
 
 def first_line(error: BaseException) -> str:
@@ -218,10 +218,29 @@ def first_line(error: BaseException) -> str:
 
     Errors of torch and Ray have a stack below it.
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    shown = _shown(str, error)
+    return next((line.strip() for line in shown.splitlines() if line.strip()), type(error).__name__)
 
 
 def in_one_line(error: BaseException) -> str:
     """Return the error's type and the first line of its message, at most 300 characters."""
     line = first_line(error)
     return line if line == type(error).__name__ else f"{type(error).__name__}: {line[:_WHY_CHARACTERS]}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of ``error``, or its repr without one. Both may be user code and raise; this does not."""
+    return _shown(str, error) or _shown(repr, error)
+
+
+def short_repr(value: object) -> str:
+    """Return ``repr(value)``, cut off after 200 characters. A user's ``__repr__`` may raise; this does not."""
+    text = _shown(repr, value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _shown(show: Callable[[object], str], value: object) -> str:
+    try:
+        return str.__str__(show(value))  # the text of a subclass may raise, too
+    except BaseException as exc:  # noqa: BLE001 - users' code may raise anything, also SystemExit
+        return f"<{type(value).__name__}; its {show.__name__} raised {type(exc).__name__}>"

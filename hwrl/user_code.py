@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, message_of, short_repr
 
 _loaded: dict[str, tuple[bytes, Any]] = {}
 """The modules made from sources, with their sources: two functions of one file share its module."""
@@ -70,7 +70,7 @@ def _load_module(name: str, key: str, source: bytes | None) -> Any:
     except ImportError as exc:
         raise DataError(
             f"the module {name} of {key} cannot be imported",
-            why=str(exc),
+            why=message_of(exc),
             fix=f"install the missing module, or name a file: {key}=path/file.py:function",
         ) from exc
     except (Exception, SystemExit) as exc:
@@ -105,6 +105,6 @@ def _broken(place: str, key: str, exc: BaseException) -> DataError:
     ends = isinstance(exc, SystemExit)
     return DataError(
         f"the code of {key} in {place} cannot be loaded",
-        why=f"it {'ended the process' if ends else 'raised'}: {exc!r}",
+        why=f"it {'ended the process' if ends else 'raised'}: {short_repr(exc)}",
         fix="put the script's own work under `if __name__ == '__main__':`" if ends else "fix the error in the reason",
     )

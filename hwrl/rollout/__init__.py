@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ModelLink as ModelLink
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
+    from hwrl.rollout.policy_client import PolicyClient as PolicyClient
+    from hwrl.rollout.policy_client import TrajectoryBuilder as TrajectoryBuilder
     from hwrl.rollout.prompt_order import Curriculum as Curriculum
     from hwrl.rollout.prompt_order import PromptSet as PromptSet
     from hwrl.rollout.prompt_order import PromptStream as PromptStream
@@ -77,8 +79,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
-    from hwrl.rollout.workflow import PolicyClient as PolicyClient
-    from hwrl.rollout.workflow import TrajectoryBuilder as TrajectoryBuilder
     from hwrl.rollout.workflow import Workflow as Workflow
     from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
     from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
@@ -110,7 +110,7 @@ _MODULE_OF = {
     "ModelUpdater": "weight_updater",
     "NoRewards": "generation",
     "PendingGroup": "generation",
-    "PolicyClient": "workflow",
+    "PolicyClient": "policy_client",
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
@@ -127,7 +127,7 @@ _MODULE_OF = {
     "Scores": "reward",
     "StopFinder": "stops",
     "TextEnvironment": "environments",
-    "TrajectoryBuilder": "workflow",
+    "TrajectoryBuilder": "policy_client",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
     "Workflow": "workflow",

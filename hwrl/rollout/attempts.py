@@ -8,8 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+from hwrl.errors import short_repr
 from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
-from hwrl.rollout.reward import short_repr
 
 _log = logging.getLogger(__name__)
 _Outcome: TypeAlias = tuple[Any, BaseException | None]
@@ -98,8 +98,6 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> _Outcome:
     """Return the result of ``call``, or its error as a value: asyncio would end the loop for a SystemExit."""
     try:
         return await call(), None
-    except GeneratorExit:  # nobody runs this coroutine any longer
-        raise
     except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
         return None, exc
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, message_of
 from hwrl.interfaces import Ints, ParsedAnswer, Response, ToolCall, ToolParser, Tools
 from hwrl.rollout.tool_calls import parse_tool_calls
 
@@ -182,7 +182,7 @@ class ChatTokens:
         except Exception as exc:  # a template may raise anything, and refuses roles by raising
             raise DataError(
                 "the chat template refuses the conversation",
-                why=str(exc) or repr(exc),
+                why=message_of(exc),
                 fix="send messages that the model's chat template knows; a model without one needs completions",
             ) from exc
         return str(text)

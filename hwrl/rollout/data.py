@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, message_of
 from hwrl.interfaces import Ints
 from hwrl.rollout.reward import check_columns
 from hwrl.rollout.rows import read_rows
@@ -138,7 +138,7 @@ def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) 
     except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
         raise DataError(
             f"the prompt of {place} cannot be encoded",
-            why=str(exc) or repr(exc),
+            why=message_of(exc),
             fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Trajectory
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward import metrics_of, short_repr
-from hwrl.rollout.workflow import PolicyClient, Workflow
+from hwrl.rollout.policy_client import PolicyClient
+from hwrl.rollout.reward import metrics_of
+from hwrl.rollout.workflow import Workflow
 from hwrl.user_code import load_function
 
 _log = logging.getLogger(__name__)
@@ -187,8 +188,8 @@ async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs
     """Call ``function`` and return its result; await the result if that is awaitable.
 
     A coroutine function is called in the event loop. Any other is called in a thread, since it may block. If it raises
-    StopIteration or SystemExit there, this raises RuntimeError: asyncio would never deliver the first, and would end
-    its loop at the second.
+    no Exception there, or StopIteration, this raises RuntimeError: asyncio would never deliver a StopIteration, would
+    end its loop at a SystemExit, and a CancelledError would look like a cancellation of the caller.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -199,8 +200,10 @@ async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
         return function(*args, **kwargs)
-    except (StopIteration, SystemExit) as exc:
-        raise RuntimeError(f"{getattr(function, '__name__', function)} raised {exc!r}") from exc
+    except BaseException as exc:
+        if isinstance(exc, Exception) and not isinstance(exc, StopIteration):
+            raise
+        raise RuntimeError(f"{getattr(function, '__name__', function)} raised {short_repr(exc)}") from exc
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
@@ -219,6 +222,6 @@ def _checked(result: Any, make: str) -> tuple[str, float, bool, bool, dict[str, 
     except (TypeError, ValueError) as exc:
         raise DataError(
             f"a step of {make} did not return what an environment returns",
-            why=f"it returned {str(result)[:200]!r}",
+            why=f"it returned {short_repr(result)}",
             fix="return (observation, reward, terminated, truncated, info)",
         ) from exc

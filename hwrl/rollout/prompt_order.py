@@ -9,7 +9,7 @@ from math import gcd, lcm
 
 import numpy as np
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 
@@ -79,10 +79,10 @@ class PromptStream:
 def _place(order: PromptOrder, sequence_number: int) -> tuple[int, int]:
     try:
         return order(sequence_number)
-    except Exception as exc:  # the user's code may raise anything
+    except (Exception, SystemExit, GeneratorExit) as exc:  # the user's code may raise anything
         raise DataError(
             f"the curriculum has no prompt for sequence number {sequence_number}",
-            why=f"it raised {exc!r}",
+            why=f"it raised {short_repr(exc)}",
             fix="return the index of a data set, and the index of a prompt in it, for each number",
         ) from exc
 

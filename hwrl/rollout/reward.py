@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, SupportsFloat
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, short_repr
 from hwrl.user_code import load_function
 
 Reward = Callable[..., Any]
@@ -177,15 +177,6 @@ def metrics_of(result: Any) -> dict[str, float]:
             fix=f"return a finite number, or {{'reward': number, …}} with finite numbers, up to {_LARGEST:g}",
         )
     return {name: float(value) for name, value in metrics.items()}
-
-
-def short_repr(value: object) -> str:
-    """Return ``repr(value)``, cut off after 200 characters. A user's ``__repr__`` may raise; this does not."""
-    try:
-        text = repr(value)
-    except Exception as exc:  # noqa: BLE001 - users' code may raise anything
-        text = f"<{type(value).__name__}; its repr raised {type(exc).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _is_async(function: Reward) -> bool:

@@ -17,10 +17,10 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward import RewardColumns, Scores, short_repr
+from hwrl.rollout.reward import RewardColumns, Scores
 from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
 
 

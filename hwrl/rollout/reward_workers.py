@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward import Scores, ToScore, short_repr
+from hwrl.rollout.reward import Scores, ToScore
 from hwrl.rollout.reward_handle import RewardProcess, ScoringJob
 from hwrl.rollout.reward_process import LOADED, RewardSettings, receive_frame
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, message_of, short_repr
 from hwrl.interfaces import ToolCall, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.environments import call_maybe_async
-from hwrl.rollout.reward import short_repr
+from hwrl.rollout.policy_client import PolicyClient
 from hwrl.rollout.tracing import traced
-from hwrl.rollout.workflow import PolicyClient, Workflow
+from hwrl.rollout.workflow import Workflow
 from hwrl.user_code import load_function
 
 Tool: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
@@ -82,7 +82,7 @@ def _schema(function: Tool) -> dict[str, Any]:
     except Exception as exc:
         raise DataError(
             f"the tool {function.__name__} cannot be described to the policy",
-            why=str(exc),
+            why=message_of(exc),
             fix="give each parameter a type hint and a line in the docstring's Args: section",
         ) from exc
     return schema
@@ -120,8 +120,8 @@ async def _run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> 
         async with limit:
             result = await call_maybe_async(function, **arguments)
         return result if isinstance(result, str) else json.dumps(result, default=str), False
-    except (asyncio.CancelledError, GeneratorExit):
-        raise
-    except BaseException as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
+    except BaseException as exc:  # a tool may raise anything, also a CancelledError of its own; the policy reads it
+        if isinstance(exc, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+            raise
         reason = f"the tool did not answer within {timeout_s:g} s" if limit.expired() else short_repr(exc)
         return f"error: {reason}", True

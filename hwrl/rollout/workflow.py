@@ -7,27 +7,24 @@ the workflows' requests, and hands the responses back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import ctypes
 import functools
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-
-from hwrl.errors import DataError, EngineError, UnsupportedError
+from hwrl.errors import DataError, EngineError, UnsupportedError, short_repr
 from hwrl.interfaces import (
     GenerationRequest,
     Ints,
     Response,
     RolloutEngine,
     Sampling,
-    Segment,
     ToolParser,
     Trajectory,
 )
@@ -37,7 +34,7 @@ from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import short_repr
+from hwrl.rollout.policy_client import PolicyClient
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.rollout.tracing import SpanLog, current_log, trace_with
 from hwrl.rollout.workflow_checks import checked_sample
@@ -45,122 +42,17 @@ from hwrl.user_code import load_function
 
 if TYPE_CHECKING:
     from hwrl.rollout.endpoint.server import EndpointServer
-    from hwrl.rollout.endpoint.session import Endpoint
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
 """How long tasks may take to end at the end of the loop. A workflow may block its thread; then that is left behind."""
 
 
-class PolicyClient:
-    """The policy, for the runs of a workflow on one prompt. Call its methods in the workflows' event loop only.
+class _BlockedLoopError(BaseException):
+    """Raised inside of a run that blocks the event loop; no Exception, because a run may catch all of these."""
 
-    ``tokenizer`` is the model's. ``sampling`` is the run's, with the prompt's own limit on new tokens. A conversation
-    has at most ``max_length`` tokens, the generated ones included. Token ids are below ``vocabulary``. ``chat`` turns
-    messages into tokens, and the policy's tokens into messages.
-    """
-
-    def __init__(
-        self,
-        generate: Callable[[Ints, Sampling], Awaitable[Response]],
-        *,
-        chat: ChatTokens,
-        sampling: Sampling,
-        max_length: int,
-        vocabulary: int,
-        serve: Callable[[], EndpointServer],
-    ) -> None:
-        self._generate, self.vocabulary, self._serve = generate, vocabulary, serve
-        self.tokenizer, self.chat = chat.tokenizer, chat
-        self.sampling, self.max_length = sampling, max_length
-
-    async def generate(self, token_ids: Sequence[int] | Ints, sampling: Sampling | None = None) -> Response:
-        """Return the policy's continuation of ``token_ids``. New weights may arrive between two of its tokens.
-
-        ``sampling`` replaces the run's. ``max_length`` may lower its ``max_new_tokens``. Raises EngineError if
-        ``max_length`` leaves no room, if the model lacks a token of ``token_ids``, and for greedy sampling in training.
-        """
-        ids = np.asarray(token_ids, dtype=np.int32)
-        room = self.max_length - len(ids)
-        if room <= 0 or not len(ids):
-            raise EngineError(
-                f"the policy cannot continue {len(ids)} tokens",
-                why=f"a conversation has 1 to {self.max_length} tokens with the generated ones (rollout.max_model_len)",
-                fix="end the trajectory before that, or raise rollout.max_model_len",
-            )
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            raise EngineError(
-                f"the model has no token {ids.max() if ids.min() >= 0 else ids.min()}",
-                why=f"its tokens are 0 to {self.vocabulary - 1}",
-                fix="encode text with client.tokenizer",
-            )
-        sampling = sampling or self.sampling
-        if sampling.temperature == 0 and self.sampling.temperature > 0:
-            raise EngineError(
-                "a greedy response cannot be trained",
-                why="its tokens are certain, and their log-probabilities are those of temperature 1",
-                fix="leave the temperature to the run; evaluations are greedy by themselves",
-            )
-        return await self._generate(ids, replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens)))
-
-    def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
-        """Return a builder of a trajectory that begins with ``prompt_ids``."""
-        return TrajectoryBuilder(self, prompt_ids)
-
-    @contextlib.asynccontextmanager
-    async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Serve the policy to an agent over HTTP while the block runs; see :class:`Endpoint`.
-
-        Raises UnsupportedError if hwrl's extra ``agents`` is not installed.
-        """
-        with self._serve().open(self, chat=self.chat) as endpoint:
-            yield endpoint
-
-
-class TrajectoryBuilder:
-    """Builds a trajectory turn by turn: :meth:`generate` adds the policy's tokens, :meth:`add` other authors'."""
-
-    def __init__(self, client: PolicyClient, prompt_ids: Sequence[int] | Ints) -> None:
-        self._client, self._truncated = client, False
-        self._segments = [Segment(np.asarray(prompt_ids, dtype=np.int32))]
-
-    @property
-    def token_ids(self) -> Ints:
-        """All tokens so far."""
-        return np.concatenate([segment.token_ids for segment in self._segments])
-
-    @property
-    def room(self) -> int:
-        """How many more tokens fit into the conversation; 0 or less if it is full."""
-        return self._client.max_length - sum(len(segment.token_ids) for segment in self._segments)
-
-    async def generate(self, sampling: Sampling | None = None, *, reward: float | None = None) -> Response:
-        """Let the policy continue; append its response, and return it. ``reward`` is as for :meth:`reward_turn`.
-
-        Raises what :meth:`PolicyClient.generate` raises.
-        """
-        response = await self._client.generate(self.token_ids, sampling)
-        self._segments.append(Segment.of_response(response, reward=reward))
-        self._truncated = response.truncated
-        return response
-
-    def add(self, token_ids: Sequence[int] | Ints) -> None:
-        """Append the tokens of another author: a tool, a user, a template. They are not trained."""
-        self._segments.append(Segment(np.asarray(token_ids, dtype=np.int32)))
-
-    def reward_turn(self, reward: float) -> None:
-        """Set the reward of the policy's newest turn; its last token carries it."""
-        last = max(index for index, segment in enumerate(self._segments) if segment.by_policy)
-        self._segments[last] = self._segments[last].rewarded(reward)
-
-    def finish(
-        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False
-    ) -> Trajectory:
-        """Return the trajectory. Without ``reward`` the run's reward function judges it.
-
-        It counts as truncated if a limit on tokens ended the policy's last turn, or if ``truncated`` is true.
-        """
-        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
+    def __repr__(self) -> str:
+        return "BlockedLoopError: it held the event loop of all workflows for half of its time limit"
 
 
 Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Sequence[Trajectory]]]
@@ -245,7 +137,7 @@ class _GroupRun:
 
     group: PendingGroup
     client: PolicyClient
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[Sequence[Trajectory] | str]] = field(default_factory=list)
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -277,10 +169,11 @@ class WorkflowGenerator(SampleGenerator):
         threads = CallThreads(settings.max_samples, "workflow-tools")
         self._attempts = Attempts(timeout_s=settings.timeout_s, cancel_s=settings.cancel_s, threads=threads)
         self._slots = asyncio.Semaphore(settings.max_samples)
-        self._loop_turned = True  # since the last call of has_progress
+        self._loop_turned, self._turned_s = True, time.monotonic()  # since the last call of has_progress; when, at last
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(threads)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run_loop, name="workflows", daemon=True)
         self._thread.start()
 
     # -- in the rollouter's thread ------------------------------------------------------------------------------
@@ -336,9 +229,15 @@ class WorkflowGenerator(SampleGenerator):
         """Return whether the engine made a step, or the workflows can go on without one.
 
         They can if the event loop is alive and none of them waits for the engine. So a slow tool counts as progress:
-        the event loop ends its run after ``WorkflowSettings.timeout_s``.
+        the event loop ends its run after ``WorkflowSettings.timeout_s``. A run that blocks the loop for half of that is
+        interrupted if it runs Python code; if it does not end then, the lease expires.
         """
         alive, self._loop_turned = self._loop_turned, False
+        if alive:
+            self._turned_s = time.monotonic()
+        elif time.monotonic() - self._turned_s > self._settings.timeout_s / 2:
+            thread = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_BlockedLoopError))
         self._loop.call_soon_threadsafe(self._note_turn)
         return generated or (alive and not self._requests and not self._running)
 
@@ -353,6 +252,7 @@ class WorkflowGenerator(SampleGenerator):
 
     def close(self) -> None:
         self.drop()
+        self._closed = True
         asyncio.run_coroutine_threadsafe(_stop(self._loop, self._attempts.abandoned), self._loop)
         self._thread.join(_END_S + 1)
         if self._thread.is_alive():
@@ -395,37 +295,52 @@ class WorkflowGenerator(SampleGenerator):
 
     # -- in the event loop's thread -----------------------------------------------------------------------------
 
+    def _run_loop(self) -> None:
+        """Run the event loop until :meth:`close`. A workflow may stop it, or raise SystemExit in a task of its own."""
+        while not self._closed:
+            try:
+                self._loop.run_forever()
+            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+                _log.warning("a task of a workflow raised %s in the event loop, which goes on", short_repr(exc))
+
     def _note_turn(self) -> None:
         self._loop_turned = True
 
     def _serve(self) -> EndpointServer:
-        """Return the server of this replica's endpoints; the first call starts it."""
-        if self._server is None:
+        """Return the server of this replica's endpoints; the first call starts it, and one after its end a new one."""
+        if self._server is None or self._server.has_ended:
             self._server = _start_server(self._settings.endpoint_host)
         return self._server
 
     def _begin(self, run: _GroupRun) -> None:
-        run.tasks += [self._loop.create_task(self._make_sample(run, index)) for index in range(run.group.size)]
+        for index in range(run.group.size):
+            task = self._loop.create_task(self._make_sample(run, index))
+            task.add_done_callback(functools.partial(self._note_end, run, index))
+            run.tasks.append(task)
 
-    async def _make_sample(self, run: _GroupRun, index: int) -> None:
-        trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
-        async with self._slots:  # an evaluation starts all of its prompts at once
-            result = await self._run_workflow(run)
+    def _note_end(self, run: _GroupRun, index: int, task: asyncio.Task[Sequence[Trajectory] | str]) -> None:
+        """Keep a sample's result, whatever ended its task: a workflow may cancel it before it has even begun."""
+        if task.cancelled():
+            result: Sequence[Trajectory] | str = "the run of the workflow was cancelled"
+        else:
+            error = task.exception()
+            result = task.result() if error is None else f"the run of the workflow ended by {short_repr(error)}"
         self._results.append((run, index, result))
 
-    async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
+    async def _make_sample(self, run: _GroupRun, index: int) -> Sequence[Trajectory] | str:
         """Return the trajectories of a sample, or the reason of the last attempt's failure."""
+        trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
+        async with self._slots:  # an evaluation starts all of its prompts at once
+            return await self._run_workflow(run)
 
+    async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
         async def attempt() -> Sequence[Trajectory]:
             result = await self._workflow(run.client, run.group.prompt)
             return checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
 
         reason = ""
         for _ in range(self._settings.attempts):
-            try:
-                sample, reason = await self._attempts.run(attempt)
-            except asyncio.CancelledError:  # the group was dropped: nobody reads the reason, and no attempt may follow
-                return "the run of the workflow was cancelled"
+            sample, reason = await self._attempts.run(attempt)
             if not reason:
                 return sample  # type: ignore[no-any-return] # it has succeeded
             self.failed_runs += 1
@@ -476,5 +391,7 @@ async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.T
     for task in others:
         if not task.cancelling():
             task.cancel()
-    await asyncio.wait(others, timeout=_END_S) if others else None
-    loop.call_soon(loop.stop)
+    try:
+        await asyncio.wait(others, timeout=_END_S) if others else None
+    finally:  # a workflow that ends may cancel all tasks
+        loop.call_soon(loop.stop)

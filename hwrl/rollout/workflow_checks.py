@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from hwrl.errors import short_repr
 from hwrl.interfaces import Trajectory
-from hwrl.rollout.reward import metrics_of, short_repr
+from hwrl.rollout.reward import metrics_of
 
 
 def checked_sample(result: Any, *, max_length: int, vocabulary: int) -> Sequence[Trajectory]:

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from hwrl.interfaces import Response, Sampling, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
-from tests.support.scripted_rollout import CountingEngine, Lengths
+from hwrl.interfaces import Response, Trajectory
+from hwrl.rollout import PolicyClient, Prompt, single_turn
+from tests.support.workflow_runs import generator_of, start, step_until, wait_until
 
 
 class Stuck:
@@ -55,39 +54,6 @@ class Stuck:
         loop.call_soon_threadsafe(self._released.set)
         assert self._goes_on.wait(20)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
-
-
-@contextlib.contextmanager
-def generator_of(workflow: Workflow, **settings: Any) -> Iterator[WorkflowGenerator]:
-    chosen: Any = {"max_samples": 1, "timeout_s": 1.0, "cancel_s": 0.1, **settings}
-    generator = WorkflowGenerator(
-        CountingEngine(),
-        workflow,
-        tokenizer=None,
-        settings=WorkflowSettings(group_size=1, max_length=12, vocabulary=100, **chosen),
-    )
-    try:
-        yield generator
-    finally:
-        generator.close()
-
-
-def wait_until(condition: Callable[[], bool], do: Callable[[], object] = lambda: None) -> None:
-    deadline_s = time.monotonic() + 200.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came"
-        do()
-        time.sleep(0.001)
-
-
-def step_until(generator: WorkflowGenerator, condition: Callable[[], bool]) -> list[Any]:
-    finished: list[Any] = []
-    wait_until(condition, lambda: finished.extend(generator.step()))
-    return finished
-
-
-def start(generator: WorkflowGenerator, size: int = 1) -> Any:
-    return generator.start(Lengths()[2], Sampling(10), size=size)
 
 
 @pytest.mark.parametrize("finally_hangs", [False, True])

@@ -174,44 +174,6 @@ def test_a_run_without_trajectories_has_failed(make: Make, result: Any) -> None:
     assert "a workflow returns a Trajectory" in str(group.result().failure)
 
 
-async def cancels_itself(client: PolicyClient, prompt: Prompt) -> Any:
-    task = asyncio.ensure_future(asyncio.sleep(1e6))
-    task.cancel()
-    await task
-
-
-async def ends_the_process(client: PolicyClient, prompt: Prompt) -> Any:
-    raise SystemExit(3)
-
-
-class GivenUp(BaseException):
-    """As some libraries for time limits have it: not an Exception."""
-
-
-async def gives_up(client: PolicyClient, prompt: Prompt) -> Any:
-    raise GivenUp
-
-
-class UnreadableError(Exception):
-    """An error that cannot be shown."""
-
-    def __repr__(self) -> str:
-        raise AttributeError("it has no code")
-
-
-async def raises_the_unreadable(client: PolicyClient, prompt: Prompt) -> Any:
-    raise UnreadableError
-
-
-@pytest.mark.parametrize("workflow", [cancels_itself, ends_the_process, gives_up, raises_the_unreadable])
-def test_a_run_that_raises_no_exception_has_failed_too(make: Make, workflow: Workflow) -> None:
-    generator = make(workflow)
-    group = start(generator)
-    assert step_to_the_end(generator) == [group] and "raised" in str(group.result().failure)
-    start(generator)
-    step_to_the_end(generator)
-
-
 def test_a_dropped_run_does_not_begin_again(make: Make) -> None:
     begun: list[asyncio.AbstractEventLoop] = []
     ended: list[int] = []

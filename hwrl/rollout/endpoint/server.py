@@ -21,7 +21,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hwrl.comm.sockets import reachable_host
-from hwrl.errors import ConfigError, HwrlError
+from hwrl.errors import ConfigError, HwrlError, short_repr
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.endpoint.answers import AnswerFormat
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
@@ -50,6 +50,11 @@ class EndpointServer:
     def start(self) -> None:
         """Begin to serve. Does not block: clients can connect at once."""
         self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it serves no longer: a workflow may cancel all tasks of the event loop."""
+        return self._task is not None and self._task.done()
 
     async def aclose(self) -> None:
         """End all connections, and free the port."""
@@ -267,7 +272,7 @@ async def _report(request: Request, exc: Exception) -> HttpResponse:
 
 
 async def _report_unexpected(request: Request, exc: Exception) -> HttpResponse:
-    return JSONResponse(EndpointError(f"the endpoint failed: {exc!r}", status=500).body(), status_code=500)
+    return JSONResponse(EndpointError(f"the endpoint failed: {short_repr(exc)}", status=500).body(), status_code=500)
 
 
 def _listen(host: str) -> socket.socket:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
-from hwrl.errors import DataError, EngineError, HwrlError
+from hwrl.errors import DataError, EngineError, HwrlError, message_of, short_repr
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.user_code import load_function
@@ -109,7 +109,7 @@ class TrackerThread:
             while self._error is None and (call := self._calls.get()) is not None:
                 call(tracker)
         except BaseException as exc:  # noqa: BLE001 - foreign code, which may even call sys.exit; the run logs it
-            self._error = f"{type(exc).__name__}: {exc}" if str(exc) else repr(exc)
+            self._error = f"{type(exc).__name__}: {message_of(exc)}"
 
 
 def make_tracker(config: Config, name: str) -> Tracker:
@@ -130,13 +130,13 @@ def make_tracker(config: Config, name: str) -> Tracker:
     except (Exception, SystemExit) as exc:
         raise DataError(
             f"the tracker {name} cannot be made",
-            why=f"{type(exc).__name__}: {exc}",
+            why=f"{type(exc).__name__}: {message_of(exc)}",
             fix="correct its function, or report.tracker_options",
         ) from exc
     if not isinstance(tracker, Tracker):
         raise EngineError(
             f"report.trackers={name} cannot be used",
-            why=f"it returned {tracker!r}, not a hwrl.interfaces.Tracker",
+            why=f"it returned {short_repr(tracker)}, not a hwrl.interfaces.Tracker",
             fix="correct or upgrade the tracker",
         )
     return tracker

@@ -1,0 +1,145 @@
+"""Runs of a workflow that raise or break whatever there is: each ends with a result, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hwrl.rollout import PolicyClient, Prompt, Workflow, single_turn
+from tests.support.workflow_runs import generator_of, start, step_until, wait_until
+
+
+async def cancels_itself(client: PolicyClient, prompt: Prompt) -> Any:
+    task = asyncio.ensure_future(asyncio.sleep(1e6))
+    task.cancel()
+    await task
+
+
+async def ends_the_process(client: PolicyClient, prompt: Prompt) -> Any:
+    raise SystemExit(3)
+
+
+class GivenUp(BaseException):
+    """As some libraries for time limits have it: not an Exception."""
+
+
+async def gives_up(client: PolicyClient, prompt: Prompt) -> Any:
+    raise GivenUp
+
+
+class UnreadableError(Exception):
+    """An error that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("it has no code")
+
+
+async def cancels_all(client: PolicyClient, prompt: Prompt) -> Any:
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+async def stops_the_loop(client: PolicyClient, prompt: Prompt) -> Any:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+
+
+async def ends_the_loop_by_a_task_of_its_own(client: PolicyClient, prompt: Prompt) -> Any:
+    async def leaves() -> None:
+        sys.exit(3)
+
+    await asyncio.create_task(leaves())
+
+
+class ShownBy:
+    """Its repr, or that of the error's argument, does something else."""
+
+    def __init__(self, act: Callable[[], str]) -> None:
+        self._act = act
+
+    def __repr__(self) -> str:
+        return self._act()
+
+    __str__ = __repr__
+
+
+class OddText(str):
+    def __len__(self) -> int:
+        raise KeyboardInterrupt
+
+    def __getitem__(self, key: Any) -> str:
+        raise KeyboardInterrupt
+
+
+class UnequalError(Exception):
+    def __eq__(self, other: object) -> bool:
+        raise SystemExit
+
+    __hash__ = Exception.__hash__
+
+
+def recurse() -> str:
+    return recurse()
+
+
+def leave() -> str:
+    raise SystemExit
+
+
+RAISED = [
+    SystemExit(3),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    StopIteration(),
+    StopAsyncIteration(),
+    MemoryError(),
+    GivenUp(),
+    UnreadableError(),
+    UnequalError(),
+    BaseExceptionGroup("two", [GeneratorExit(), SystemExit()]),
+    *(Exception(ShownBy(act)) for act in (recurse, leave, lambda: OddText("odd"))),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_a_run_fails_whatever_it_raises(error: BaseException) -> None:
+    async def raises(client: PolicyClient, prompt: Prompt) -> Any:
+        raise error
+
+    with generator_of(raises, timeout_s=20.0) as generator:
+        group = start(generator, size=2)
+        assert step_until(generator, lambda: not generator.pending()) == [group]
+        assert "raised" in str(group.result().failure) and generator.failed_runs >= 2
+
+
+def test_a_run_that_never_returns_control_fails() -> None:
+    async def spins(client: PolicyClient, prompt: Prompt) -> Any:
+        while True:
+            pass
+
+    with generator_of(spins, attempts=1, timeout_s=0.2) as generator:
+        group = start(generator)
+        wait_until(lambda: generator.has_progress(generated=False) and not generator.pending(), generator.step)
+        assert "held the event loop" in str(group.result().failure)
+
+
+@pytest.mark.parametrize("workflow", [cancels_itself, cancels_all, stops_the_loop, ends_the_loop_by_a_task_of_its_own])
+def test_a_run_that_breaks_its_event_loop_fails_and_the_loop_goes_on(workflow: Workflow) -> None:
+    runs = [workflow]
+
+    async def first_breaks_it(client: PolicyClient, prompt: Prompt) -> Any:
+        return await (runs.pop() if runs else single_turn)(client, prompt)
+
+    with generator_of(first_breaks_it, attempts=1, timeout_s=20.0) as generator:
+        groups = [start(generator, size=2), start(generator)]  # one place: most of the tasks wait, or have not begun
+        assert len(step_until(generator, lambda: not generator.pending())) == 2
+        assert groups[0].result().failure
+        group = start(generator)
+        step_until(generator, lambda: not generator.pending())
+        assert group.is_generated, "the loop goes on"
