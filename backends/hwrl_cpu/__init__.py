@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
-from hwrl_cpu import heap, limits
+from hwrl_cpu import accelerators, heap, limits
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
 if TYPE_CHECKING:
@@ -50,7 +51,15 @@ def hwrl_backend_info() -> BackendInfo:
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     if not context.has_module("torch"):
         return ProbeResult("no", "torch is not installed")
-    return ProbeResult("yes", "every machine has a CPU")
+    found = accelerators.signs(context)
+    if not found:
+        return ProbeResult("yes", "every machine has a CPU")
+    return ProbeResult(
+        "yes",
+        f"every machine has a CPU, but this one shows {' and '.join(found)}, which none of hwrl's own backends serves: "
+        f"install a torch and a backend package for it (`hwrl new-backend` begins one)",
+        tuple(chain.from_iterable(found.values())),
+    )
 
 
 @hwrl.hookimpl

@@ -38,6 +38,7 @@ INFO = BackendInfo(
 )
 _DEVICE_FILES = "dev/davinci[0-9]*"
 _PCI_VENDOR, _PCI_ACCELERATOR = 0x19E5, 0x12  # Huawei; its screen controllers have another class
+_ZIP_ENGINES = (0xA250, 0xA251)  # compression in Kunpeng processors, in the same class
 _READ_AS_DEFAULT_S = 1800  # torch_npu reads this timeout as "not given", and waits for an hour instead
 _SIMULATED = Support(
     "unverified", "passes the conformance kit over a simulated CANN (torch_npu 2.13); not run on a device"
@@ -70,6 +71,7 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
             pattern=_DEVICE_FILES,
             vendor=_PCI_VENDOR,
             base_class=_PCI_ACCELERATOR,
+            ignored=_ZIP_ENGINES,
             device="Ascend NPU",
             fix="install and load the NPU driver (npu-smi info), or start the container with its NPUs "
             "(--device /dev/davinci0 and the others)",

@@ -73,7 +73,9 @@ class Commands:
         """Return the plugins' commands by name, each with its plugin."""
         if self._claims is None:
             self._claims = defaultdict(list)
-            installed = Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks)
+            installed = Installed(
+                importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks, first_hook="hwrl_commands"
+            )
             # An alias is one more name of the same plugin: ask each plugin once.
             plugins = {id(installed.load(name)): (name, installed.load(name)) for name in installed.names()}
             for name, manager in plugins.values():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -16,15 +18,15 @@ from typing import Any
 from hwrl import __version__
 from hwrl.cli import livecheck
 from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
-from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
+from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, printable, run_plugin_code
+from hwrl.discovery.registry import TORCH_EXTENSIONS
+from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import BackendError, HwrlError
 from hwrl.interfaces import Finding, ProbeContext
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
-_TORCH_EXTENSIONS = "torch.backends"
-"""The entry-point group of vendors' extensions of torch."""
 _VARIABLES = re.compile(
     r"HWRL_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|RAY_ADDRESS|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE"
     r"|PYTORCH_ALLOC_CONF|TORCH_DEVICE_BACKEND_AUTOLOAD|PYTHONPATH"
@@ -38,8 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0 if the chosen backend can run, else 1."""
-    report = examine(Registry(), env=os.environ)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+    with contextlib.redirect_stdout(sys.stderr):  # a plugin may print: the report is alone on stdout
+        report = examine(Registry(), env=os.environ)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(_printable(report))))
     return 0 if report["ok"] else 1
 
 
@@ -82,6 +85,10 @@ def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
 
 
 def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
+    for entry in importlib.metadata.entry_points(group=BACKEND_ENTRY_POINTS, value=plugin.value):
+        unsafe = why_unsafe(entry, "hwrl_doctor")
+        if unsafe:
+            return [Finding("warning", f"the plugin {plugin.value} is broken: {unsafe}")]
     try:
         found = run_plugin_code(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
     except (PluginFault, HwrlError) as fault:
@@ -105,7 +112,7 @@ def _versions() -> dict[str, str]:
     ]
     used = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed if not re.search(r"extra == .dev", text)}
     return {"python": platform.python_version(), "platform": platform.platform()} | {
-        name: _version(name) for name in sorted((used | _packages(_TORCH_EXTENSIONS)) - {"hwrl"})
+        name: _version(name) for name in sorted((used | _packages(TORCH_EXTENSIONS)) - {"hwrl"})
     }
 
 
@@ -119,6 +126,15 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _printable(value: Any) -> Any:
+    """Return the report with each text in one line without control characters: many come from plugins."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import pluggy
 
 from hwrl.discovery import hookspecs
+from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import HwrlError
 from hwrl.interfaces import API_VERSION, BackendInfo
@@ -25,6 +26,7 @@ MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
 
 _LoadedT = TypeVar("_LoadedT")
 _AnswerT = TypeVar("_AnswerT")
+_MOST_CHARACTERS = 2000
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
@@ -43,13 +45,24 @@ def run_plugin_code(call: Callable[[], _AnswerT]) -> _AnswerT:
     except (HwrlError, PluginFault, KeyboardInterrupt):
         raise
     except BaseException as exc:
-        raise PluginFault(f"{type(exc).__name__}: {exc}") from exc
+        text = printable(exc)
+        raise PluginFault(f"{type(exc).__name__}: {text}") from exc
+
+
+def printable(value: object) -> str:
+    """Return a text from foreign code for a terminal: one line, of bounded length, without control characters."""
+    try:
+        text = str(value)
+    except BaseException as exc:  # noqa: BLE001 - its text is foreign code, too
+        text = f"(its text raises {type(exc).__name__})"
+    shown = " ".join(text[:_MOST_CHARACTERS].split())
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown)
 
 
 def in_one_line(fault: Exception) -> str:
     """Return a PluginFault, or a plugin's HwrlError, in one line."""
     if isinstance(fault, HwrlError):
-        return f"{type(fault).__name__}: {fault.what}: {fault.why}"
+        return printable(f"{type(fault).__name__}: {fault.what}: {fault.why}")
     return str(fault)
 
 
@@ -63,9 +76,9 @@ def call_hook(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
         answer = run_plugin_code(lambda: caller(**arguments))
     except PluginFault as fault:
         raise PluginFault(f"its {caller.name} raised {fault}") from fault.__cause__
-    wrong = type_mismatch(answer, kind)
+    wrong = run_plugin_code(lambda: type_mismatch(answer, kind))
     if wrong:
-        raise PluginFault(f"its {caller.name} gave a wrong answer: {wrong}")
+        raise PluginFault(f"its {caller.name} gave a wrong answer: {printable(wrong)}")
     return answer
 
 
@@ -96,13 +109,19 @@ class Plugin:
 class Installed(Generic[_LoadedT]):
     """The installed entry points, by name. Each loads on first use, once.
 
-    The function ``load`` gets an entry point and all its names. An exception in it becomes a LoadFailure.
+    The function ``load`` gets an entry point and all its names. An exception in it becomes a LoadFailure. So does a
+    plugin of another distribution that ends or blocks a process at its import, or in ``first_hook``, the hook that is
+    called next.
     """
 
     def __init__(
-        self, entry_points: Iterable[EntryPoint], load: Callable[[EntryPoint, tuple[str, ...]], _LoadedT]
+        self,
+        entry_points: Iterable[EntryPoint],
+        load: Callable[[EntryPoint, tuple[str, ...]], _LoadedT],
+        *,
+        first_hook: str,
     ) -> None:
-        self._load = load
+        self._load, self._first_hook = load, first_hook
         by_name: dict[str, list[EntryPoint]] = defaultdict(list)
         for entry in entry_points:
             by_name[entry.name].append(entry)
@@ -121,7 +140,12 @@ class Installed(Generic[_LoadedT]):
         entry = self._entries[name]
         if entry.value not in self._loaded:
             aliases = tuple(other.name for other in self._entries.values() if other.value == entry.value)
-            self._loaded[entry.value] = _attempt(self._load, entry, aliases)
+            unsafe = why_unsafe(entry, self._first_hook)
+            self._loaded[entry.value] = (
+                LoadFailure(aliases, entry.value, _distribution(entry), printable(unsafe))
+                if unsafe
+                else _attempt(self._load, entry, aliases)
+            )
         return self._loaded[entry.value]
 
     def load_all(self) -> list[_LoadedT | LoadFailure]:

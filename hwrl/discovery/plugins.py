@@ -19,6 +19,7 @@ from hwrl.errors import ConfigError, EngineError
 
 PLUGIN_ENTRY_POINTS = "hwrl.plugins"
 """The entry-point group of plugins."""
+_FIRST_HOOK = "hwrl_commands"  # ``hwrl --help`` calls it
 
 
 def load_hook(
@@ -39,7 +40,7 @@ def load_hook(
     any other exception.
     """
     found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS) if entry_points is None else entry_points
-    installed = Installed(found, load_hooks)
+    installed = Installed(found, load_hooks, first_hook=_FIRST_HOOK)
     if name not in installed.names():
         raise _unknown(name, asked_by, sorted({*built_in, *_with_hook(installed, hook)}))
     manager = installed.load(name)
@@ -70,7 +71,8 @@ def load_hook(
 
 def plugins_with_hook(hook: str) -> list[str]:
     """Return the names of the installed plugins with ``hook``, and of broken ones: their use shows the reason."""
-    return list(_with_hook(Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks), hook))
+    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS)
+    return list(_with_hook(Installed(found, load_hooks, first_hook=_FIRST_HOOK), hook))
 
 
 def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:

@@ -14,11 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from hwrl.discovery.loading import Installed, LoadFailure, Plugin, PluginFault, call_hook, in_one_line, load_backend
+from hwrl.discovery.loading import (
+    Installed,
+    LoadFailure,
+    Plugin,
+    PluginFault,
+    call_hook,
+    in_one_line,
+    load_backend,
+    printable,
+)
 from hwrl.errors import (
     BackendAlreadyChosenError,
     BackendAmbiguousError,
@@ -28,11 +37,14 @@ from hwrl.errors import (
     HwrlError,
 )
 from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult
+from hwrl.interfaces.probing import PROBE_ROOT
 
 BACKEND_ENTRY_POINTS = "hwrl.backends"
 """The entry-point group of backends."""
 BACKEND_VARIABLE = "HWRL_BACKEND"
 """The environment variable with the backend's name; empty is the same as unset."""
+TORCH_EXTENSIONS = "torch.backends"
+"""The entry-point group of vendors' extensions of torch. Torch loads them itself."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +157,7 @@ class Registry:
             if name:
                 return self._choose_named(name, asked_by=BACKEND_VARIABLE)
             _refuse_misspelling(self._env)
-            return _detect(self.survey())
+            return _detect(self.survey(), self._context)
 
     def survey(self) -> Survey:
         """Load and probe all installed backends."""
@@ -153,7 +165,8 @@ class Registry:
             loaded = self._plugins().load_all()
             plugins = [item for item in loaded if isinstance(item, Plugin)]
             failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
-            return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
+            context = replace(self._context)  # a new one: it keeps what it read, and the machine may have changed
+            return Survey(tuple(_probe(plugin, context) for plugin in plugins), failures)
 
     def process_env(
         self, role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
@@ -228,7 +241,7 @@ class Registry:
                 if self._entry_points is None
                 else self._entry_points
             )
-            self._installed = Installed(found, load_backend)
+            self._installed = Installed(found, load_backend, first_hook="hwrl_probe")
         return self._installed
 
     def _made(self, plugin: Plugin) -> Backend:
@@ -237,7 +250,8 @@ class Registry:
 
     def _adopt(self, backend: Backend) -> Backend:
         self._backend = backend
-        self._env[BACKEND_VARIABLE] = backend.info.name
+        if backend.info.name in self._plugins().names():  # child processes can find it
+            self._env[BACKEND_VARIABLE] = backend.info.name
         return backend
 
     def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
@@ -292,7 +306,8 @@ def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
     started_s = time.perf_counter()
     faulty = False
     try:
-        result = call_hook(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
+        answer = call_hook(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
+        result = replace(answer, reason=printable(answer.reason), evidence=tuple(map(printable, answer.evidence)))
     except (PluginFault, HwrlError) as fault:
         result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
     return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)
@@ -316,23 +331,25 @@ def _call_hook(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
 
 def _create(plugin: Plugin) -> Backend:
     try:
-        backend: Backend = call_hook(plugin.manager.hook.hwrl_create_backend, Any)
+        backend: Backend = call_hook(plugin.manager.hook.hwrl_create_backend, Backend)
     except PluginFault as fault:
         raise BackendUnavailableError(
             f"backend {plugin.info.name!r} cannot be created",
             why=f"{plugin.value}: {fault}",
             fix="fix the cause; `hwrl doctor` shows versions and variables",
         ) from fault.__cause__
-    if not isinstance(backend, Backend):
-        raise _broken(plugin, f"its hwrl_create_backend returned {backend!r}, not a hwrl.Backend")
     if getattr(backend, "info", None) != plugin.info:
         raise _broken(plugin, "its backend has another info than its hwrl_backend_info: pass that to Backend.__init__")
     return backend
 
 
 def _refuse_misspelling(env: Iterable[str]) -> None:
-    """Raise if a variable's name looks like a misspelt ``HWRL_BACKEND``: never ignore what the user asked for."""
-    others = {name.upper(): name for name in env if name != BACKEND_VARIABLE}
+    """Raise if a variable's name looks like a misspelt ``HWRL_BACKEND``: never ignore what the user asked for.
+
+    A name that is two characters longer, or more, is another program's.
+    """
+    names = (name for name in env if name != BACKEND_VARIABLE and len(name) <= len(BACKEND_VARIABLE) + 1)
+    others = {name.upper(): name for name in names}
     for close in difflib.get_close_matches(BACKEND_VARIABLE, others, n=1, cutoff=0.85):
         name = others[close]
         raise BackendNotFoundError(
@@ -342,7 +359,7 @@ def _refuse_misspelling(env: Iterable[str]) -> None:
         )
 
 
-def _detect(survey: Survey) -> Choice:
+def _detect(survey: Survey, context: ProbeContext) -> Choice:
     able = [probed for probed in survey.probed if probed.result.answer == "yes"]
     devices = [probed for probed in able if not probed.plugin.info.fallback]
     if devices:
@@ -352,7 +369,7 @@ def _detect(survey: Survey) -> Choice:
             "no backend can run here", why=survey.reasons(), fix="fix one of them, or install a backend that can"
         )
     choice = _highest(able)
-    _refuse_unsafe_fallback(choice, survey)
+    _refuse_unsafe_fallback(choice, survey, context)
     return choice
 
 
@@ -369,17 +386,28 @@ def _highest(able: list[Probed]) -> Choice:
     return Choice(best[0].plugin, f"detected; {best[0]}")
 
 
-def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
-    """Raise if there are signs of an unusable device: a slow run on the fallback must not go unnoticed."""
-    others = [probed for probed in survey.probed if not probed.plugin.info.fallback]
-    hints = [probed for probed in others if probed.result.answer == "unknown" or probed.result.evidence]
-    doubts = [str(item) for item in (*survey.failures, *hints)]
+def _refuse_unsafe_fallback(choice: Choice, survey: Survey, context: ProbeContext) -> None:
+    """Raise if there are signs of another device: a slow run on the fallback must not go unnoticed."""
+    doubts = [str(failure) for failure in survey.failures]
+    others = [probed.plugin.info for probed in survey.probed if not probed.plugin.info.fallback]
+    for probed in survey.probed:
+        if probed.result.evidence or (probed.result.answer == "unknown" and probed.plugin.info in others):
+            doubts.append(str(probed))
+    for entry in importlib.metadata.entry_points(group=TORCH_EXTENSIONS):
+        module = entry.value.partition(":")[0].partition(".")[0]
+        if not module.endswith(tuple(info.device_type for info in others)):
+            doubts.append(
+                f"torch has an extension {module!r} ({entry.group}), and no installed backend is for its device"
+            )
+    if not context.root.is_dir():
+        doubts.append(f"probes look under {PROBE_ROOT}={context.root}, and there is no such folder")
     if doubts:
         name = choice.plugin.info.name
         raise BackendAmbiguousError(
             f"will not fall back to {name!r} by itself",
             why="; ".join(doubts),
-            fix=f"fix these causes; or set {BACKEND_VARIABLE}={name} if {name!r} is meant",
+            fix=f"fix these causes, or install the device's backend; "
+            f"or set {BACKEND_VARIABLE}={name} if {name!r} is meant",
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,10 +17,16 @@ _PCI_DEVICES = "sys/bus/pci/devices"
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A device on the PCI bus: its folder in sysfs, and its kernel driver, ``""`` if it has none."""
+    """A device on the PCI bus: its folder in sysfs, and its kernel driver, ``""`` if it has none.
+
+    ``class_code`` has three bytes, as in sysfs; the highest one is the base class. A number is -1 if unreadable.
+    """
 
     path: str
     driver: str
+    vendor: int = -1
+    device: int = -1
+    class_code: int = -1
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class ProbeContext:
 
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     find_spec: Callable[[str], object | None] = importlib.util.find_spec
-    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
+    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT) or "/"))
 
     def device_files(self, pattern: str) -> tuple[str, ...]:
         """Return the paths under ``root`` for the glob ``pattern``, sorted, as absolute strings.
@@ -41,23 +48,40 @@ class ProbeContext:
         """
         return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
 
-    def pci_devices(self, *, vendor: int, base_class: int) -> tuple[PciDevice, ...]:
-        """Return the devices on the PCI bus with this vendor and base class (the highest byte of the class code).
+    def pci_devices(self, *, vendor: int | None = None, base_class: int | None = None) -> tuple[PciDevice, ...]:
+        """Return the devices on the PCI bus, by vendor and base class (the highest byte of the class code).
 
         The bus also lists devices without a driver, and all devices of the host inside a container without devices.
         """
-        bus = self.root / _PCI_DEVICES
-        names = sorted(os.listdir(bus)) if bus.is_dir() else []
         return tuple(
-            PciDevice(f"/{_PCI_DEVICES}/{name}", _driver(f"{bus}/{name}"))
-            for name in names
-            if _hexadecimal(f"{bus}/{name}/vendor") == vendor
-            and _hexadecimal(f"{bus}/{name}/class") >> 16 == base_class
+            PciDevice(
+                f"/{_PCI_DEVICES}/{name}",
+                _driver(f"{self._bus}/{name}"),
+                vendor=of,
+                device=_hexadecimal(f"{self._bus}/{name}/device"),
+                class_code=class_code,
+            )
+            for name, of, class_code in self._on_the_bus
+            if vendor in (None, of) and base_class in (None, class_code >> 16)
         )
+
+    @property
+    def _bus(self) -> Path:
+        return self.root / _PCI_DEVICES
+
+    @functools.cached_property
+    def _on_the_bus(self) -> list[tuple[str, int, int]]:
+        """Name, vendor and class of each device. Read once: a server has a thousand, a probe has milliseconds."""
+        try:
+            names = sorted(os.listdir(self._bus))
+        except OSError:
+            return []
+        folders = {name: f"{self._bus}/{name}" for name in names}
+        return [(name, _hexadecimal(f"{at}/vendor"), _hexadecimal(f"{at}/class")) for name, at in folders.items()]
 
     def has_module(self, name: str) -> bool:
         """Return whether the top-level module ``name`` could be imported, without importing it."""
-        return self.find_spec(name) is not None
+        return self._spec(name) is not None
 
     def module_text(self, name: str, file: str) -> str | None:
         """Return the text of ``file`` beside module ``name``, without importing it; None if there is none.
@@ -65,16 +89,23 @@ class ProbeContext:
         >>> "JSONDecoder" in ProbeContext().module_text("json", "decoder.py")
         True
         """
-        origin = getattr(self.find_spec(name), "origin", None)
+        origin = getattr(self._spec(name), "origin", None)
         path = Path(origin).parent / file if origin else None
-        return path.read_text(encoding="utf-8") if path and path.is_file() else None
+        return path.read_text(encoding="utf-8", errors="replace") if path and path.is_file() else None
+
+    def _spec(self, name: str) -> object | None:
+        try:
+            return self.find_spec(name)
+        except (ImportError, ValueError):  # ValueError: something without a spec is in sys.modules under this name
+            return None
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """A probe's answer. ``evidence`` lists the signs of a device, even of a device that cannot run.
 
-    Evidence is device files, or places on a bus. ``rank`` orders several ``yes``: the highest wins, a tie is an error.
+    Evidence is device files, places on a bus, or packages. That of a fallback is of devices which need another backend:
+    detection then does not choose the fallback. ``rank`` orders several ``yes``: the highest wins, a tie is an error.
     """
 
     answer: Literal["yes", "no", "unknown"]
@@ -93,14 +124,23 @@ class Finding:
 
 
 def without_device_files(
-    context: ProbeContext, *, pattern: str, vendor: int, base_class: int, device: str, fix: str
+    context: ProbeContext,
+    *,
+    pattern: str,
+    vendor: int,
+    base_class: int,
+    device: str,
+    fix: str,
+    ignored: Collection[int] = (),
 ) -> ProbeResult:
     """Return the answer "no" for a machine without the device files ``pattern``.
 
     If the PCI bus lists such devices, they are evidence, and the reason names their drivers and the ``fix``: the
     machine has the device but no driver, or the container did not get it. ``device`` is its name in messages.
+    ``ignored`` are PCI device numbers of the vendor's other products in this class.
     """
-    found = context.pci_devices(vendor=vendor, base_class=base_class)
+    on_the_bus = context.pci_devices(vendor=vendor, base_class=base_class)
+    found = [item for item in on_the_bus if item.device not in ignored]
     reason = f"there is no /{pattern}"
     if not found:
         return ProbeResult("no", f"{reason}: this machine or container shows no {device}")
@@ -113,16 +153,19 @@ def without_device_files(
 
 
 def _hexadecimal(file: str) -> int:
-    """Return the hexadecimal number in a file of sysfs, or -1 if the device was unplugged meanwhile."""
+    """Return the hexadecimal number in a file of sysfs, or -1 if the device was unplugged or the file is odd."""
     try:
-        with open(
-            file, "rb", buffering=0
-        ) as text:  # unbuffered: a server has a thousand devices, a probe has milliseconds
-            return int(text.read(), 16)
-    except FileNotFoundError:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            return int(os.read(descriptor, 32), 16)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):
         return -1
 
 
 def _driver(folder: str) -> str:
-    link = f"{folder}/driver"
-    return os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
+    try:
+        return os.path.basename(os.readlink(f"{folder}/driver"))
+    except OSError:
+        return ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +15,9 @@ import hwrl_npu
 from hwrl.discovery import Registry
 from hwrl.errors import BackendAmbiguousError, BackendUnavailableError, ConfigError
 from hwrl.interfaces import Capability, Finding, ProbeContext
+from tests.support.machines import CUDA_TORCH, HOST_TORCH, Machine, machine
 
-CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
-HOST_TORCH = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
-
-
-@dataclass
-class Machine:
-    """A folder that plays the root of a file system, with device files and installed modules."""
-
-    root: Path
-
-    def with_devices(self, *names: str) -> Machine:
-        (self.root / "dev").mkdir(exist_ok=True)
-        for name in names:
-            (self.root / "dev" / name).touch()
-        return self
-
-    def with_pci(self, address: str, *, vendor: str, kind: str, driver: str = "") -> Machine:
-        folder = self.root / "sys/bus/pci/devices" / address
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text(f"{vendor}\n")
-        (folder / "class").write_text(f"{kind}\n")
-        if driver:
-            (folder / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
-        return self
-
-    def with_module(self, name: str, version_text: str = "") -> Machine:
-        (self.root / name).mkdir()
-        (self.root / name / "version.py").write_text(version_text)
-        return self
-
-    def context(self, **env: str) -> ProbeContext:
-        return ProbeContext(env=env, find_spec=self._find_spec, root=self.root)
-
-    def _find_spec(self, name: str) -> ModuleSpec | None:
-        origin = self.root / name / "__init__.py"
-        return ModuleSpec(name, None, origin=str(origin)) if origin.parent.is_dir() else None
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+__all__ = ["machine"]  # a fixture
 
 
 def test_a_bare_machine_has_no_accelerator_and_leaves_no_evidence(machine: Machine) -> None:

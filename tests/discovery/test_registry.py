@@ -74,6 +74,12 @@ def test_an_unknown_name_lists_the_known_ones_a_suggestion_and_every_load_failur
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("variable", ["HWRL_BACKEND_DIR", "MY_HWRL_BACKEND", "HWRL_BACKEND_2", "HWRL_VLLM_BACKEND"])
+def test_another_programs_variable_with_a_longer_name_is_none_of_hwrls(plugins: PluginFiles, variable: str) -> None:
+    plugins.add("turbo")
+    assert plugins.registry(**{variable: "/somewhere"}).get_backend().info.name == "turbo"
+
+
 @pytest.mark.parametrize("variable", ["HWRL_BACKNED", "HRWL_BACKEND", "hwrl_backend", "HWRL_BACKENDS"])
 def test_a_misspelt_variable_is_not_passed_over(plugins: PluginFiles, variable: str) -> None:
     plugins.add("turbo")
@@ -301,7 +307,7 @@ def test_the_choice_is_exported_to_child_processes(plugins: PluginFiles) -> None
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("return 'a backend'", "returned 'a backend', not a hwrl.Backend"),
+        ("return 'a backend'", "its hwrl_create_backend gave a wrong answer: it is 'a backend', not of type Backend"),
         ("return Backend(BackendInfo('other', 'cpu', '', api=(1, 0)))", "has another info"),
         ("return object.__new__(Backend)", "has another info"),
         ("raise SystemExit(1)", "SystemExit: 1"),
@@ -331,6 +337,7 @@ def test_set_backend_takes_an_object(plugins: PluginFiles) -> None:
     assert registry.get_backend() is mine
     with pytest.raises(BackendAlreadyChosenError):
         registry.set_backend(Backend(mine.info))
+    assert BACKEND_VARIABLE not in plugins.env, "a child process could not find it"
 
 
 def test_a_second_different_choice_is_an_error(plugins: PluginFiles) -> None:

@@ -1,0 +1,83 @@
+"""Run a plugin's first code, its import and one hook, in a process of its own: foreign code may end or block it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import EntryPoint
+from itertools import chain, islice
+from pathlib import Path
+
+REHEARSED = "HWRL_REHEARSED_PLUGINS"
+"""The environment variable with the plugins that passed. Child processes do not try these again."""
+LIMIT_S = 30.0
+_MOST_ANSWERS = 1000
+_DONE = "done"
+
+
+def why_unsafe(entry: EntryPoint, hook: str) -> str:
+    """Return how the import of a plugin, or its ``hook``, ends or blocks a process; ``""`` if it does not.
+
+    An exception in either is no reason: it can be met in this process. Returns ``""`` at once for hwrl's own plugins,
+    and for one that passed before.
+    """
+    passed = os.environ.get(REHEARSED, "").split(",")
+    key = f"{entry.value}/{hook}"
+    if entry.dist is None or entry.dist.name == "hwrl" or key in passed:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        progress, errors = Path(folder, "progress"), Path(folder, "stderr")
+        code = "import sys; from hwrl.discovery import rehearsal; rehearsal.rehearse(*sys.argv[1:])"
+        place = [entry.group, entry.name, entry.value, hook, str(progress)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with errors.open("wb") as stderr:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, *place],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        try:
+            ended = f"ended its process with status {child.wait(LIMIT_S)} before it answered"
+        except subprocess.TimeoutExpired:
+            ended = f"did not answer within {LIMIT_S:g} s: it is too slow or stuck"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it, and what it started
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        stages = progress.read_text().split() if progress.is_file() else ["start"]
+        last = errors.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
+    if stages[-1] == _DONE:
+        os.environ[REHEARSED] = ",".join(filter(None, [*passed, key]))
+        return ""
+    return ": ".join([f"its {stages[-1]} {ended}", *last])  # the last line often has the reason
+
+
+def rehearse(group: str, name: str, value: str, hook: str, file: str) -> None:
+    """Import the plugin, call its ``hook``, and end the process; write to ``file`` how far it came."""
+    from hwrl.discovery.loading import load_hooks
+    from hwrl.interfaces import ProbeContext
+
+    def come_to(stage: str) -> None:
+        with open(file, "a", encoding="utf-8") as progress:
+            progress.write(f"{stage}\n")
+
+    come_to("import")
+    try:
+        caller = getattr(load_hooks(EntryPoint(name, value, group), (name,)).hook, hook)
+        come_to(hook)
+        answers = caller(**({"context": ProbeContext()} if "context" in caller.spec.argnames else {}))
+        for _ in islice(chain.from_iterable(answers if isinstance(answers, list) else []), _MOST_ANSWERS):
+            pass  # the hooks with several answers may be generators
+    except KeyboardInterrupt:
+        raise  # nobody pressed a key here
+    except BaseException:  # noqa: BLE001 - the process that asked meets it, too, and reports it
+        pass
+    come_to(_DONE)
+    os._exit(0)  # without the plugin's threads and functions for the end of a process
