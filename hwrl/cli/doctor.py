@@ -18,7 +18,7 @@ from typing import Any
 from hwrl import __version__
 from hwrl.cli import livecheck
 from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
-from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, printable, run_plugin_code
+from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
 from hwrl.discovery.registry import TORCH_EXTENSIONS
 from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 0 if the chosen backend can run, else 1."""
     with contextlib.redirect_stdout(sys.stderr):  # a plugin may print: the report is alone on stdout
         report = examine(Registry(), env=os.environ)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(_printable(report))))
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
     return 0 if report["ok"] else 1
 
 
@@ -126,15 +126,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _printable(value: Any) -> Any:
-    """Return the report with each text in one line without control characters: many come from plugins."""
-    if isinstance(value, dict):
-        return {printable(key): _printable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -18,8 +18,9 @@ import pluggy
 from hwrl.discovery import hookspecs
 from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
-from hwrl.errors import HwrlError
+from hwrl.errors import HwrlError, message_of
 from hwrl.interfaces import API_VERSION, BackendInfo
+from hwrl.output import printable
 
 MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
 """The hooks of every backend plugin."""
@@ -45,24 +46,18 @@ def run_plugin_code(call: Callable[[], _AnswerT]) -> _AnswerT:
     except (HwrlError, PluginFault, KeyboardInterrupt):
         raise
     except BaseException as exc:
-        text = printable(exc)
-        raise PluginFault(f"{type(exc).__name__}: {text}") from exc
+        raise PluginFault(one_line(f"{type(exc).__name__}: {message_of(exc)}")) from exc
 
 
-def printable(value: object) -> str:
-    """Return a text from foreign code for a terminal: one line, of bounded length, without control characters."""
-    try:
-        text = str(value)
-    except BaseException as exc:  # noqa: BLE001 - its text is foreign code, too
-        text = f"(its text raises {type(exc).__name__})"
-    shown = " ".join(text[:_MOST_CHARACTERS].split())
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown)
+def one_line(text: str) -> str:
+    """Return a text from foreign code in one line of bounded length, without controls of a terminal."""
+    return printable(" ".join(str.__str__(text)[:_MOST_CHARACTERS].split()))
 
 
 def in_one_line(fault: Exception) -> str:
     """Return a PluginFault, or a plugin's HwrlError, in one line."""
     if isinstance(fault, HwrlError):
-        return printable(f"{type(fault).__name__}: {fault.what}: {fault.why}")
+        return one_line(f"{type(fault).__name__}: {fault.what}: {fault.why}")
     return str(fault)
 
 
@@ -78,7 +73,7 @@ def call_hook(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
         raise PluginFault(f"its {caller.name} raised {fault}") from fault.__cause__
     wrong = run_plugin_code(lambda: type_mismatch(answer, kind))
     if wrong:
-        raise PluginFault(f"its {caller.name} gave a wrong answer: {printable(wrong)}")
+        raise PluginFault(f"its {caller.name} gave a wrong answer: {one_line(wrong)}")
     return answer
 
 
@@ -142,7 +137,7 @@ class Installed(Generic[_LoadedT]):
             aliases = tuple(other.name for other in self._entries.values() if other.value == entry.value)
             unsafe = why_unsafe(entry, self._first_hook)
             self._loaded[entry.value] = (
-                LoadFailure(aliases, entry.value, _distribution(entry), printable(unsafe))
+                LoadFailure(aliases, entry.value, _distribution(entry), one_line(unsafe))
                 if unsafe
                 else _attempt(self._load, entry, aliases)
             )

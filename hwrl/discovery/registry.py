@@ -26,7 +26,7 @@ from hwrl.discovery.loading import (
     call_hook,
     in_one_line,
     load_backend,
-    printable,
+    one_line,
 )
 from hwrl.errors import (
     BackendAlreadyChosenError,
@@ -307,7 +307,7 @@ def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
     faulty = False
     try:
         answer = call_hook(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
-        result = replace(answer, reason=printable(answer.reason), evidence=tuple(map(printable, answer.evidence)))
+        result = replace(answer, reason=one_line(answer.reason), evidence=tuple(map(one_line, answer.evidence)))
     except (PluginFault, HwrlError) as fault:
         result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
     return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)

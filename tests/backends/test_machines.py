@@ -12,6 +12,7 @@ import pytest
 
 from hwrl.discovery import Registry
 from hwrl.errors import BackendAmbiguousError
+from hwrl.interfaces import ProbeContext
 from tests.support.machines import CUDA_TORCH, HOST_TORCH, Machine, machine
 
 __all__ = ["machine"]  # a fixture
@@ -145,7 +146,7 @@ def test_a_folder_for_probes_that_is_not_there_is_not_an_empty_machine(
     with pytest.raises(BackendAmbiguousError, match="absent, and there is no such folder"):
         Registry(env={}).choose()
     monkeypatch.setenv("HWRL_PROBE_ROOT", "")
-    assert Registry(env={})._context.root == Path("/")
+    assert ProbeContext().root == Path("/")
 
 
 def test_odd_files_of_the_bus_neither_crash_nor_block_a_probe(machine: Machine) -> None:

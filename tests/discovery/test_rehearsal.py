@@ -99,7 +99,7 @@ def test_an_exception_without_a_text_is_reported_by_its_type(install: Callable[[
     )
     survey = Registry(env={}).survey()
     said = [str(item) for item in (*survey.probed, *survey.failures) if "faulty" in str(item)]
-    assert len(said) == 1 and "Evil: (its text raises SystemExit)" in said[0]
+    assert len(said) == 1 and "Evil: <Evil; its str raised SystemExit>" in said[0]
 
 
 def test_texts_of_a_plugin_reach_the_terminal_without_its_control_characters(install: Callable[[str], Path]) -> None:
