@@ -112,8 +112,10 @@ def hwrl_bootstrap(framework: str) -> None:
 
 @hwrl.hookimpl
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    # A live update cannot write weights that are in the device's private format.
-    return {"additional_config": {"weight_nz_mode": 0}} if framework == "vllm" else None
+    if framework != "vllm":
+        return None
+    settings.refuse_private_format(os.environ)
+    return {"additional_config": {"weight_nz_mode": 0}}
 
 
 @hwrl.hookimpl

@@ -15,6 +15,7 @@ _SHOWN = (VISIBLE, "ASCEND_HOME_PATH", *ALLOCATOR, "HCCL_CONNECT_TIMEOUT", "HCCL
 _PORTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "HCCL_IF_BASE_PORT", "HCCL_NPU_SOCKET_PORT_RANGE": ""}
 """HCCL's port ranges, each with an older variable for the same setting."""
 _DEFAULT_BUFFER_MB = 200
+_PRIVATE_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
 
 
 class NpuDeviceMap(DeviceMap):
@@ -55,6 +56,20 @@ def uses_expandable_segments(env: Mapping[str, str]) -> bool:
     return "expandable_segments:True" in "".join(env.get(name, "") for name in ALLOCATOR).replace(" ", "")
 
 
+def refuse_private_format(env: Mapping[str, str]) -> None:
+    """Raise ConfigError if the environment makes vLLM keep weights in the device's private format.
+
+    A live update cannot write such weights.
+    """
+    value = env.get(_PRIVATE_FORMAT, "0")
+    if value != "0":
+        raise ConfigError(
+            f"{_PRIVATE_FORMAT}={value} cannot be used with hwrl",
+            why="vLLM would keep weights in the NPU's private format NZ, which a live update cannot write",
+            fix=f"unset {_PRIVATE_FORMAT}, or set it to 0",
+        )
+
+
 def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
     """Yield lines for ``hwrl doctor`` on a machine with this number of ``devices``."""
     env = context.env
@@ -68,6 +83,10 @@ def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
         yield Finding("warning", "ASCEND_LAUNCH_BLOCKING=1: nothing overlaps", fix="unset ASCEND_LAUNCH_BLOCKING")
     if "RANK_TABLE_FILE" in env:
         yield Finding("error", "RANK_TABLE_FILE fixes every group's ranks, so weights cannot travel", "unset it")
+    try:
+        refuse_private_format(env)
+    except ConfigError as error:
+        yield Finding("error", f"{error.what}: {error.why}", fix=error.fix)
     yield from _device_list(env, devices=devices)
     yield from _allocator(env)
     yield from _versions(context)

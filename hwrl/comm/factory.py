@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -15,6 +16,10 @@ from hwrl.comm.store import store_failures
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
 from hwrl.interfaces import Backend, Group, fill_stream_functions
+
+_TIMEOUT_S = 600.0
+_timeouts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""The timeouts of the default groups that were made here."""
 
 
 class Comm:
@@ -29,7 +34,7 @@ class Comm:
         store: Store | None = None,
         rank: int | None = None,
         size: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = _TIMEOUT_S,
     ) -> Group:
         """Make torch's default group, the group of DeviceMesh and FSDP2, and return it.
 
@@ -47,19 +52,31 @@ class Comm:
             dist.init_process_group(collectives.group_library(), timeout=timeout, **rendezvous)
         except (RuntimeError, ValueError) as exc:
             raise translated(exc, "make the default group") from exc
-        group = self.default_group()
-        group.timeout_s = timeout_s
-        return group
+        _timeouts[dist.group.WORLD] = timeout_s
+        return self._default(borrowed=False)
 
     def default_group(self) -> Group:
-        """Return torch's default group; raises CommError if there is none."""
+        """Return torch's default group, with the timeout that it was made with; raises CommError if there is none.
+
+        Closing the result does not destroy torch's group: it belongs to its maker, which has :meth:`init_default`'s
+        result or called torch itself.
+        """
         if not dist.is_initialized():
             raise CommError("there is no default group", why="it was not made", fix="call Comm.init_default() first")
+        return self._default(borrowed=True)
+
+    def _default(self, *, borrowed: bool) -> Group:
         from torch.distributed import distributed_c10d as c10d
 
-        return TorchGroup(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store())
+        world: Any = dist.group.WORLD
+        timeout_s = _timeouts.get(world)
+        if timeout_s is None:  # torch made it; a library without options has torch's usual timeout
+            options = getattr(world._get_backend(self.backend.device()), "options", None)
+            timeout_s = options._timeout.total_seconds() if options is not None else _TIMEOUT_S
+        store = c10d._get_default_store()
+        return TorchGroup(self.backend, world, name="default", store=store, timeout_s=timeout_s, borrowed=borrowed)
 
-    def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
+    def new_group(self, ranks: Sequence[int], *, timeout_s: float = _TIMEOUT_S) -> Group | None:
         """Return a group of some ranks of the default group, and None on the others; every rank must call it.
 
         The group counts its ranks in the default group's order, whatever the order of ``ranks``.

@@ -58,7 +58,7 @@ class TorchPending(Pending):
 
 
 class TorchGroup(Group):
-    """A group over one of torch's process groups.
+    """A group over one of torch's process groups; if that is ``borrowed``, closing this one leaves it as it is.
 
     ``watchers`` counts the threads that block in :meth:`Pending.complete`.
     """
@@ -71,11 +71,12 @@ class TorchGroup(Group):
         name: str,
         store: Store,
         timeout_s: float = 600.0,
+        borrowed: bool = False,
     ) -> None:
         self.backend, self.name, self.store, self.timeout_s = backend, name, store, timeout_s
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._process_group = process_group
+        self._process_group, self._borrowed = process_group, borrowed
         self._collectives = collectives_of(backend)
         self._await_work = self._collectives.await_work
         self._has_streams = backend.supports(Capability.STREAMS).usable
@@ -149,12 +150,13 @@ class TorchGroup(Group):
     def close(self) -> None:
         if self._process_group is None:
             return
-        if not self._drain():
+        if not self._drain() and not self._borrowed:
             with contextlib.suppress(UnsupportedError):
                 self.abort("the group was closed")
         self._end_reason = self._end_reason or "the group was closed"
-        with contextlib.suppress(ValueError):  # a backend may make it outside torch's registry
-            dist.destroy_process_group(self._process_group)
+        if not self._borrowed:
+            with contextlib.suppress(ValueError):  # a backend may make it outside torch's registry
+                dist.destroy_process_group(self._process_group)
         self._process_group = None
 
     def rebuild(self, *, survivors: Sequence[int], timeout_s: float = 60.0) -> Group:

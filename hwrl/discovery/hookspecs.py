@@ -81,7 +81,10 @@ def hwrl_bootstrap(framework: str) -> None:
 
 @hookspec(firstresult=True)
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    """Return arguments for engines of ``framework``, an import name, on this device. Optional."""
+    """Return the arguments that engines of ``framework``, an import name, need on this device. Optional.
+
+    A user's option that contradicts one is refused. Raise ConfigError if the environment contradicts one.
+    """
     raise NotImplementedError
 
 

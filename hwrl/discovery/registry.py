@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -34,6 +34,7 @@ from hwrl.errors import (
     BackendLoadError,
     BackendNotFoundError,
     BackendUnavailableError,
+    ConfigError,
     HwrlError,
 )
 from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult
@@ -214,12 +215,17 @@ class Registry:
             _call_hook(plugin, "hwrl_bootstrap", Any, framework=framework)
             self._bootstrapped.add(framework)
 
-    def engine_args(self, framework: str) -> dict[str, Any]:
-        """Return arguments for engines of ``framework``, an import name, on this device."""
+    def engine_args(self, framework: str, options: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
+        """Return arguments for engines of ``framework``, an import name: what this device needs, and ``options``.
+
+        Options that are mappings are merged key by key. Raises ConfigError, with the option's name behind ``key``, if
+        one contradicts what the device needs.
+        """
         plugin = self._chosen_plugin()
-        if plugin is None:
-            return {}
-        return _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
+        needed = None
+        if plugin is not None:
+            needed = _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework)
+        return _merged(needed or {}, options or {}, key)
 
     def kernels(self) -> Kernels:
         """Return the chosen backend's fused operations; each is None if the backend has none."""
@@ -327,6 +333,21 @@ def _call_hook(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
         return call_hook(getattr(plugin.manager.hook, hook), kind, **arguments)
     except PluginFault as fault:
         raise _broken(plugin, str(fault)) from fault.__cause__
+
+
+def _merged(needed: Mapping[str, Any], options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    merged = {**needed, **options}
+    for name in needed.keys() & options.keys():
+        place, wanted, value = f"{key}.{name}".removeprefix("."), needed[name], options[name]
+        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merged(wanted, value, place)
+        elif wanted != value:
+            raise ConfigError(
+                f"{place}={value!r} cannot be set",
+                why=f"engines on this device need {wanted!r} there",
+                fix="write a mapping: it is merged" if isinstance(wanted, Mapping) else "remove it",
+            )
+    return merged
 
 
 def _create(plugin: Plugin) -> Backend:
@@ -446,9 +467,9 @@ def bootstrap(framework: str) -> None:
     _PROCESS.bootstrap(framework)
 
 
-def engine_args(framework: str) -> dict[str, Any]:
-    """Return arguments for engines of ``framework`` on this device; see :meth:`Registry.engine_args`."""
-    return _PROCESS.engine_args(framework)
+def engine_args(framework: str, options: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
+    """Return arguments for engines of ``framework``, with the user's ``options``; see :meth:`Registry.engine_args`."""
+    return _PROCESS.engine_args(framework, options, key=key)
 
 
 def kernels() -> Kernels:

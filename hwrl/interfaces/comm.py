@@ -126,8 +126,8 @@ class Group(ABC):
         """Release the group; later operations raise CommAbortedError. Aborts blocked operations where possible.
 
         On a device with streams it first blocks, up to ``timeout_s``, until queued operations have reached the peers;
-        if a peer is known to be dead, call :meth:`abort` first. Closing torch's default group, or a group made from
-        it, destroys that group in torch, too.
+        if a peer is known to be dead, call :meth:`abort` first. Closing the group of ``Comm.init_default``, or one
+        made from it, destroys that group in torch, too; closing the result of ``Comm.default_group`` does not.
         """
 
     @abstractmethod

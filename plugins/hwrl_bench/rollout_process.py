@@ -109,7 +109,7 @@ class LlmGeneration(VllmWay):
             logprobs_mode="processed_logprobs",  # the work of hwrl's way
             max_num_seqs=workload["max_running"],
             max_model_len=workload["max_length"],
-            **{**_NO_REUSE, **inline, **engine_args("vllm"), **workload["options"]},
+            **engine_args("vllm", {**_NO_REUSE, **inline, **workload["options"]}),
         )
 
     def generate(self, lengths: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.discovery import engine_args
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Capability
 from hwrl_vllm.lora import lora_arguments
@@ -80,14 +81,15 @@ _ENGINE_CORES = ("process", "inline")
 
 
 def engine_arguments(
-    settings: RolloutSettings, options: Mapping[str, Any], *, device: Mapping[str, Any], known: Collection[str]
+    settings: RolloutSettings, options: Mapping[str, Any], *, known: Collection[str]
 ) -> dict[str, Any]:
-    """Return the arguments of an engine: hwrl's own, those for the ``device``, and the user's ``options``.
+    """Return the arguments of an engine: hwrl's own, those that the device needs, and the user's ``options``.
 
-    The user's options override those of the device. ``known`` has the names of all engine arguments of the installed
-    vLLM. Raises the errors of :func:`check_options`.
+    ``known`` has the names of all engine arguments of the installed vLLM. Raises the errors of :func:`check_options`,
+    and ConfigError for an option that contradicts the device.
     """
     check_options(options, known=known)
+    of_vllm = {name: value for name, value in options.items() if name != "engine_core"}
     return {
         **_FIXED,
         "model": str(settings.model_directory),
@@ -100,8 +102,7 @@ def engine_arguments(
         # The workers must open this process's memory, so they run on this machine. vLLM itself might choose Ray.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
-        **device,
-        **{name: value for name, value in options.items() if name != "engine_core"},
+        **engine_args("vllm", of_vllm, key="rollout.engine_options"),
     }
 
 

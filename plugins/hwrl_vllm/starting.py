@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hwrl.discovery import engine_args
 from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
 from hwrl.interfaces import RolloutSettings, Sampling
 from hwrl_vllm.causes import Causes
@@ -87,7 +86,7 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
     _require_sampling(settings)
     _require_sleep_mode(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
+    arguments = engine_arguments(settings, options, known=known)
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
 
 

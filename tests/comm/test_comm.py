@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from hwrl.comm import Comm, Group, Store, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
+from hwrl.interfaces import Capability, Support
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
@@ -122,6 +124,37 @@ def _default_and_standalone(rank: int, address: str) -> tuple[Any, ...]:
 def test_a_default_group_and_standalone_groups_do_not_meet() -> None:
     store = serve_store()
     assert run_processes(_default_and_standalone, 2, store_address(store)) == [(2.0, False), (2.0, False)]
+
+
+def _borrow_the_default_group(_: int) -> list[float]:
+    found = []
+    for backend in (CpuBackend(INFO), Mute(INFO)):
+        comm = Comm(backend)
+        with comm.init_default(store=dist.HashStore(), rank=0, size=1, timeout_s=30.0):
+            with comm.default_group() as borrowed:
+                found.append(borrowed.timeout_s)
+            with pytest.raises(CommAbortedError):
+                borrowed.barrier()
+            with pytest.raises(KeyError), Comm(backend).default_group():
+                raise KeyError
+            comm.default_group().barrier()
+        assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=45))
+    with Comm(CpuBackend(INFO)).default_group() as borrowed:
+        found.append(borrowed.timeout_s)
+    assert dist.is_initialized()
+    return found
+
+
+class Mute(CpuBackend):
+    """A device whose groups are staged through the host."""
+
+    def supports(self, capability: Capability) -> Support:
+        return Support("unsupported", "none") if capability is Capability.COLLECTIVES else super().supports(capability)
+
+
+def test_who_asks_for_the_default_group_gets_its_timeout_and_does_not_end_it() -> None:
+    assert run_processes(_borrow_the_default_group, 1) == [[30.0, 30.0, 45.0]]
 
 
 def _abort_from_another_thread(rank: int, address: str) -> float:

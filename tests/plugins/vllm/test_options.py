@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hwrl_npu
+from hwrl.discovery import Registry, get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutSettings
 from hwrl_vllm.lora import lora_arguments
@@ -25,9 +26,15 @@ SETTINGS = RolloutSettings(
 )
 
 
-def arguments(options: dict[str, Any], device: dict[str, Any] | None = None) -> dict[str, Any]:
-    known = ["enforce_eager", "gpu_memory_utilization", "additional_config"]
-    return engine_arguments(SETTINGS, options, device=device or {}, known=known)
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill"]
+    return engine_arguments(SETTINGS, options, known=known)
+
+
+def on_npus(options: dict[str, Any]) -> dict[str, Any]:
+    registry = Registry(env={})
+    registry.set_backend(hwrl_npu.NpuBackend(hwrl_npu.INFO))
+    return registry.engine_args("vllm", options, key="rollout.engine_options")
 
 
 def test_an_engine_is_told_what_the_configuration_says_and_what_updates_need() -> None:
@@ -39,20 +46,39 @@ def test_an_engine_is_told_what_the_configuration_says_and_what_updates_need() -
 
 
 def test_workers_of_a_replica_are_processes_of_its_own() -> None:
-    given = engine_arguments(dataclasses.replace(SETTINGS, tensor_parallel=2), {}, device={}, known=[])
+    given = engine_arguments(dataclasses.replace(SETTINGS, tensor_parallel=2), {}, known=[])
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
 
 
-def test_the_users_options_go_before_the_devices() -> None:
-    device = {"additional_config": {"for": "updates"}, "enforce_eager": True}
-    given = arguments({"enforce_eager": False}, device)
-    assert (given["additional_config"], given["enforce_eager"]) == ({"for": "updates"}, False)
+@pytest.mark.skipif(get_backend().info.name != "cpu", reason="what the CPU needs")
+def test_an_option_that_contradicts_the_device_is_refused_by_name() -> None:
+    assert (
+        arguments({})["enable_chunked_prefill"]
+        is arguments({"enable_chunked_prefill": False})["enable_chunked_prefill"]
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.engine_options\.enable_chunked_prefill=True(.|\n)*need False"):
+        arguments({"enable_chunked_prefill": True})
 
 
-def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
-    device = hwrl_npu.hwrl_engine_args("vllm")
-    assert device is not None and hwrl_npu.hwrl_engine_args("another") is None
-    assert arguments({}, device)["additional_config"] == {"weight_nz_mode": 0}
+def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"weight_nz_mode": 0}
+    assert on_npus({}) == {"additional_config": needed}
+    assert hwrl_npu.hwrl_engine_args("another") is None
+    merged = on_npus({"additional_config": {"enable_cpu_binding": True, "weight_nz_mode": 0}, "block_size": 128})
+    assert merged == {"additional_config": needed | {"enable_cpu_binding": True}, "block_size": 128}
+    place = r"rollout\.engine_options\.additional_config"
+    with pytest.raises(ConfigError, match=rf"{place}\.weight_nz_mode=2 cannot be set(.|\n)*need 0"):
+        on_npus({"additional_config": {"weight_nz_mode": 2}})
+    with pytest.raises(ConfigError, match=rf"{place}='(.|\n)*need {{'weight_nz_mode'(.|\n)*write a mapping"):
+        on_npus({"additional_config": '{"enable_cpu_binding": true}'})
+    for allowed in ("0", None):
+        monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ") if allowed is None else monkeypatch.setenv(
+            "VLLM_ASCEND_ENABLE_NZ", allowed
+        )
+        assert on_npus({}) == {"additional_config": needed}
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    with pytest.raises(ConfigError, match="VLLM_ASCEND_ENABLE_NZ=1 cannot be used with hwrl"):
+        on_npus({})
 
 
 @pytest.mark.parametrize(
