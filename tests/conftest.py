@@ -49,8 +49,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+class FailuresAtOnce:
+    """Names each failed test when it fails: the whole takes minutes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})", red=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each process with tests a simulated NPU machine: tests look at how much memory a device has left."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
     starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if importlib.util.find_spec("torch_npu") and "NPUSIM_NODE" not in os.environ and not starts_workers:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")

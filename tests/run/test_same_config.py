@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.discovery import Registry
-from hwrl.errors import BackendError
 from hwrl.run.demo import write_demo
 from hwrl.run.report import Metrics, read_metrics
+from tests.support.backends import runs_here
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 STEPS = 40
@@ -28,14 +27,6 @@ WORDS = [
     "eval.prompts=16",
     "goals={}",
 ]
-
-
-def runs_here(name: str) -> bool:
-    try:
-        Registry(env=os.environ | {"HWRL_BACKEND": name}).choose()
-    except BackendError:
-        return False
-    return True
 
 
 BACKENDS = [name for name in ("cpu", "cuda", "npu") if runs_here(name)]

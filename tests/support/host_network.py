@@ -82,7 +82,8 @@ class NetworkHost:
 
     def __init__(self, index: int, home: Path, shared: Sequence[Path]) -> None:
         self.index, self.name, self.address = index, f"host{index}", f"{_NETWORK}.{index + 1}"
-        self.home, self._shared = home, [str(path) for path in shared]
+        # Python and the tree may lie in /tmp, too.
+        self.home, self._shared = home, [*map(str, shared), os.getcwd(), sys.prefix, sys.base_prefix]
         self.environment: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
         self.pid = 0

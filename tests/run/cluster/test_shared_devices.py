@@ -12,6 +12,7 @@ import pytest
 
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
+from tests.support.backends import runs_here
 
 pytestmark = pytest.mark.long(25)
 
@@ -30,25 +31,36 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(site: Path, *words: str, devices: int, **variables: str) -> subprocess.CompletedProcess[str]:
+def train(
+    site: Path, *words: str, devices: int, backend: str = "numbered", **variables: str
+) -> subprocess.CompletedProcess[str]:
     config = str(write_demo(site / "demo", seed=1, prompts=64))
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    env = {**os.environ, "PYTHONPATH": path, "HWRL_BACKEND": "numbered", "NUMBERED_DEVICES": str(devices)}
+    env = {**os.environ, "PYTHONPATH": path, "HWRL_BACKEND": backend, "NUMBERED_DEVICES": str(devices)}
+    env |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), ",".join(map(str, range(devices))))
     env |= variables
     return subprocess.run(
         [HWRL, "train", config, *SMALL, *words], env=env, text=True, capture_output=True, timeout=1500, check=False
     )
 
 
-def test_replicas_share_the_trainers_devices_and_open_its_memory(site: Path) -> None:
-    ended = train(site, "train.ranks=2", "rollout.replicas=2", devices=2)
+# ci/npu runs this on the simulated NPU; on a machine with two GPUs, it also runs on them.
+@pytest.mark.parametrize("backend", ["numbered", *(name for name in ("cuda", "npu") if runs_here(name))])
+def test_replicas_sleep_on_the_trainers_devices_and_open_its_memory(site: Path, backend: str) -> None:
+    """Each replica gets every version, on the sender's device and on the other, and its tokens are the model's."""
+    colocated = ["train.ranks=2", "rollout.replicas=2", "rollout.free_cache_engine=true", "train.param_offload=true"]
+    rest = ["train.optimizer_offload=true", "async_training.staleness_threshold=0", "train.steps=20"]
+    ended = train(site, *colocated, *rest, devices=2, backend=backend)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (
         "trainer rank 0 on device 0, trainer rank 1 on device 1, replica-0 on device 0, replica-1 on device 1; too few"
         " devices (2), so replicas share the trainer's devices; weights travel by ipc" in " ".join(ended.stdout.split())
     )
+    assert not re.search("replica.* ended", ended.stdout + ended.stderr)
     metrics = read_metrics(site / "demo" / "run")
-    assert [line["sync/receivers"] for line in metrics] == [2.0] * 3, "the replica on another device missed a version"
+    assert [line["sync/receivers"] for line in metrics] == [2.0] * 20, "a replica missed a version"
+    assert max(line["actor/mismatch_kl"] for line in metrics) < 1e-3
+    assert sum(line["rollout/sleeps"] for line in metrics) > 10, [line["rollout/sleeps"] for line in metrics]
 
 
 def test_each_process_takes_the_device_that_it_is_told_by_number_without_collectives(site: Path) -> None:
