@@ -74,7 +74,7 @@ def printable_output() -> Iterator[PrintableStream]:
         if getattr(sys, name) is None:
             lost = OSError(errno.EBADF, os.strerror(errno.EBADF)) if name == "stdout" else None
             null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - it stays open until the process ends
-            setattr(sys, name, PrintableStream(null, lost))
+            setattr(sys, name, null if name == "stdin" else PrintableStream(null, lost))
     stream: Any
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # a test's stream, or another one that is no file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, DataError
+from hwrl.files import read_file
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 HELP = "list, verify, export, join or prune the checkpoints of a run"
 
+_MAX_TRACKER_NBYTES = 1000
 _SUBDIRECTORY = "checkpoints"
 """Where a run's directory has its checkpoints."""
 
@@ -107,7 +110,12 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
     complete, skipped = _find(args)
     path, unfinished, aside = args.dir / TRACKER_NAME, unfinished_saves(args.dir), broken_checkpoints(args.dir)
-    owner, tracker = _owner(args.dir), path.read_text(errors="replace") if path.is_file() else None
+    owner, tracker = _owner(args.dir), None
+    if os.path.lexists(path):
+        try:
+            tracker = read_file(path, max_nbytes=_MAX_TRACKER_NBYTES).decode(errors="replace")
+        except OSError as exc:
+            tracker = f"nothing, because {exc.strerror}"
     report = {
         "owner": owner,
         "tracker": tracker,
@@ -337,8 +345,13 @@ def _prompts(info: CheckpointInfo) -> str:
     from hwrl.rollout.ledger import count_prompts
 
     state = _ledger(info)
-    counts = {} if state is None else count_prompts(state)
-    return "; prompts: " * bool(counts) + ", ".join(f"{count} {name}" for name, count in counts.items())
+    if state is None:
+        return ""
+    try:
+        counts = count_prompts(state)
+    except DataError as error:
+        return f"; its prompts are not known: {error.why}"
+    return f"; prompts: {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
 
 def _part(info: CheckpointInfo) -> str:

@@ -50,6 +50,10 @@ from hwrl.rollout.number_set import NumberSet
 GroupFilter: TypeAlias = Callable[[PromptGroup], bool]
 """Returns whether to train on a finished group."""
 PromptState = Literal["trained", "filtered", "failed", "owed"]
+_MOST_PROMPTS = 1 << 32
+"""A saved state with more prompts is not loaded: it would decide how much memory is taken, one bit for each."""
+_MOST_UNTRAINED = 1 << 22
+"""Likewise for the prompts between two batches, which become a list."""
 
 
 def has_variance(group: PromptGroup) -> bool:
@@ -415,28 +419,32 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
         """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over.
 
-        Raises ConfigError, and changes nothing, if the state has another ``groups_per_version``. The state of an
-        earlier hwrl lacks this key. It may also lack those for filtered and failed prompts; it had none.
+        Raises ConfigError, and changes nothing, if the state has another ``groups_per_version``, and DataError if it
+        is malformed. The state of an earlier hwrl lacks this key. It may also lack those for filtered and failed
+        prompts; it had none.
         """
+        check_state(state)
         self._check_groups_per_version(state)
-        self.version, self.incarnation = int(state["version"]), incarnation
+        self.version, self.incarnation = state["version"], incarnation
         self._open = False
-        self._trained = int(state["trained"])
-        self._next = int(state["next"])
+        self._trained, self._next = state["trained"], state["next"]
         self._running.clear()
         self._accepted.clear()
         self._active_of.clear()
         self._finished_of.clear()
         self._failed_attempts.clear()
-        self._returned = sorted(int(number) for number in state["owed"])
-        self._filtered = NumberSet(from_ranges(state.get("filtered", [])))
-        self._failed = NumberSet(from_ranges(state.get("failed", [])))
+        self._returned = sorted(state["owed"])
+        self._filtered, self._failed = NumberSet(), NumberSet()
+        for first, last in state.get("filtered", []):
+            self._filtered.add_range(first, last)
+        for first, last in state.get("failed", []):
+            self._failed.add_range(first, last)
         untrained = state.get("untrained", {"filtered": [], "failed": []})
         self._untrained = UntrainedPrompts(from_ranges(untrained["filtered"]), dict(untrained["failed"]))
         self._filtered_in_a_row = self._skipped_in_a_row = 0
 
     def _check_groups_per_version(self, state: Mapping[str, Any]) -> None:
-        before = int(state.get("groups_per_version", self._groups_per_version))
+        before = state.get("groups_per_version", self._groups_per_version)
         if before != self._groups_per_version:
             raise ConfigError(
                 f"cannot resume with {self._groups_per_version} prompts for each weight version",
@@ -457,14 +465,61 @@ class PromptLedger:
         self._returned.sort()
 
 
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise DataError unless ``state`` may be one of :meth:`PromptLedger.state_dict`: numbers in it become sizes."""
+    try:
+        why = _find_mistake(state)
+    except (LookupError, TypeError, ValueError, AttributeError) as exc:
+        why = f"it is malformed: {type(exc).__name__}: {exc!s:.100}"
+    if why:
+        raise DataError(
+            "the saved state of the prompts cannot be used",
+            why=why,
+            fix="resume from another checkpoint, or start anew",
+        )
+
+
+def _find_mistake(state: Mapping[str, Any]) -> str:
+    numbers = {name: state[name] for name in ("version", "trained", "next")}
+    numbers["groups_per_version"] = state.get("groups_per_version", 1)
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number <= _MOST_PROMPTS:
+            return f"{name} is {number!r:.50}, and not a number from 0 to {_MOST_PROMPTS:,}"
+    owed, untrained = state["owed"], state.get("untrained", {"filtered": [], "failed": []})
+    if len(set(owed)) < len(owed) or any(type(number) is not int or not 0 <= number < state["next"] for number in owed):
+        return "owed lists a prompt twice, or one that was never leased"
+    settled = {"filtered": state.get("filtered", []), "failed": state.get("failed", [])}
+    for name, ranges in {**settled, "untrained": untrained["filtered"]}.items():
+        end = -1
+        for first, last in ranges:
+            if not (type(first) is type(last) is int and end < first <= last < state["next"]):
+                return f"{name} has the range {[first, last]!r:.50}, which is none of prompts that were leased"
+            end = last
+    if count_in_ranges(untrained["filtered"]) > _MOST_UNTRAINED:
+        return f"untrained has more than {_MOST_UNTRAINED:,} prompts"
+    if not all(type(number) is int and type(reason) is str for number, reason in untrained["failed"]):
+        return "untrained has a failed prompt without a reason"
+    found = state["trained"] + len(owed) + sum(map(count_in_ranges, settled.values()))
+    return "" if found == state["next"] else f"its states have {found:,} prompts, and {state['next']:,} were leased"
+
+
 def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
-    """Return the number of prompts in each state of ``state``, from :meth:`PromptLedger.state_dict`."""
+    """Return the number of prompts in each state of ``state``, from :meth:`PromptLedger.state_dict`.
+
+    Raises DataError if ``state`` is malformed.
+    """
+    check_state(state)
     return {
-        "trained": int(state["trained"]),
-        "filtered": len(from_ranges(state.get("filtered", []))),
-        "failed": len(from_ranges(state.get("failed", []))),
+        "trained": state["trained"],
+        "filtered": count_in_ranges(state.get("filtered", [])),
+        "failed": count_in_ranges(state.get("failed", [])),
         "owed": len(state["owed"]),
     }
+
+
+def count_in_ranges(ranges: Iterable[Sequence[int]]) -> int:
+    """Return how many numbers are in ``ranges``."""
+    return sum(last - first + 1 for first, last in ranges)
 
 
 def to_ranges(numbers: Iterable[int]) -> list[list[int]]:

@@ -14,8 +14,9 @@ class NumberSet:
     """A set of numbers from 0 up. It has one bit for each number up to the largest: 125 kB for a million.
 
     >>> numbers = NumberSet([7, 1, 3, 2, 2])
+    >>> numbers.add_range(20, 40)
     >>> len(numbers), 3 in numbers, 4 in numbers, numbers.ranges()
-    (4, True, False, [[1, 3], [7, 7]])
+    (25, True, False, [[1, 3], [7, 7], [20, 40]])
     """
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
@@ -27,11 +28,24 @@ class NumberSet:
         """Add ``number``, 0 or more."""
         if number in self:
             return
+        self._grow(number)
+        self._bits[number >> 3] |= 1 << (number & 7)
+        self._count += 1
+
+    def add_range(self, first: int, last: int) -> None:
+        """Add the numbers from ``first`` to ``last``, none of which is in the set: whole bytes at once."""
+        self._grow(last)
+        begin, end = -(-first // 8), (last + 1) // 8
+        if begin < end:
+            self._bits[begin:end] = b"\xff" * (end - begin)
+            self._count += 8 * (end - begin)
+        for number in (*range(first, min(8 * begin, last + 1)), *range(max(8 * end, first), last + 1)):
+            self.add(number)
+
+    def _grow(self, number: int) -> None:
         missing = (number >> 3) + 1 - len(self._bits)
         if missing > 0:
             self._bits.extend(bytes(max(missing, _CHUNK)))
-        self._bits[number >> 3] |= 1 << (number & 7)
-        self._count += 1
 
     def __contains__(self, number: int) -> bool:
         index = number >> 3

@@ -20,9 +20,10 @@ from torch.futures import Future
 
 from hwrl.checkpoint.format.archive import require_stored
 from hwrl.checkpoint.format.layout import Json, build_metadata_tables, state_path_of
-from hwrl.checkpoint.format.manifest import LAYOUT_NAME, MALFORMED, CheckpointInfo, corrupt_error
+from hwrl.checkpoint.format.manifest import LAYOUT_NAME, MALFORMED, MAX_JSON_NBYTES, CheckpointInfo, corrupt_error
 from hwrl.checkpoint.format.planners import SafeLoadPlanner, duplicate_names_as, misfit_error
 from hwrl.errors import CheckpointCorruptError, CheckpointError
+from hwrl.files import open_to_read, read_file
 
 
 class LayoutReader(FileSystemReader):
@@ -40,17 +41,17 @@ class LayoutReader(FileSystemReader):
         try:
             if self._entries is not None:
                 return self._build(self._entries)
-            return self._build(json.loads((Path(self._info.path) / LAYOUT_NAME).read_bytes()))
+            return self._build(_read_layout(self._info))
         except CheckpointCorruptError:
             raise
-        except MALFORMED as exc:
+        except (OSError, *MALFORMED) as exc:
             raise corrupt_error(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load ``plan``. Raise ValueError if an item would unpack to more bytes than it has on the disk."""
         ranges = {(at.relative_path, at.offset, at.length) for at in map(self._storage_of, plan.items)}
         for name, in_file in itertools.groupby(sorted(ranges), key=operator.itemgetter(0)):
-            with (Path(self._info.path) / name).open("rb") as file:
+            with open_to_read(Path(self._info.path) / name) as file:
                 for _, start, nbytes in in_file:
                     require_stored(file, start=start, nbytes=nbytes)
         return super().read_data(plan, planner)
@@ -155,7 +156,11 @@ def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:
 def read_entries(info: CheckpointInfo) -> list[Json]:
     """Return the entries of the layout file. Raise CheckpointCorruptError if they are malformed."""
     LayoutReader(info).read_metadata()
-    return [dict(entry) for entry in json.loads((info.path / LAYOUT_NAME).read_bytes())]
+    return [dict(entry) for entry in _read_layout(info)]
+
+
+def _read_layout(info: CheckpointInfo) -> Any:
+    return json.loads(read_file(info.path / LAYOUT_NAME, max_nbytes=MAX_JSON_NBYTES))
 
 
 def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:

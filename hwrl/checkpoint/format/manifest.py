@@ -21,12 +21,15 @@ from typing import Any
 
 from hwrl.checkpoint.directory.durable import FileRecord
 from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
+from hwrl.files import open_to_read, read_file
 
 MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
 SCHEMA = 2
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """The errors that damaged or forged JSON can raise. For example, a million brackets raise RecursionError."""
 _MAX_MANIFEST_NBYTES = 1 << 28
+MAX_JSON_NBYTES = 1 << 30
+"""A larger layout, or extra state, is not read."""
 _STEP_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
 
@@ -97,6 +100,8 @@ class Manifest:
         texts += [record.sha256 for record in self.files.values()]
         if not all(type(count) is int for count in counts) or not all(type(text) is str for text in texts):
             raise TypeError("a field has the wrong type")
+        if not all(abs(count) < 1 << 63 for count in counts) or not 0 <= self.node < self.nodes:
+            raise ValueError("a number in its manifest is not possible")
         datetime.fromtimestamp(self.saved_unix_s, UTC)
 
 
@@ -147,11 +152,8 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     try:
         if path.is_symlink():
             raise ValueError("it is a symbolic link")
-        manifest_path = path / MANIFEST_NAME
         _check_regular(path, MANIFEST_NAME)
-        if manifest_path.stat().st_size > _MAX_MANIFEST_NBYTES:
-            raise ValueError(f"{MANIFEST_NAME} has more than {_MAX_MANIFEST_NBYTES:,} bytes")
-        manifest = Manifest.from_bytes(manifest_path.read_bytes())
+        manifest = Manifest.from_bytes(read_file(path / MANIFEST_NAME, max_nbytes=_MAX_MANIFEST_NBYTES))
         if manifest.step != step_of(path.name):
             raise ValueError(f"its manifest is for step {manifest.step}")
         for name in (LAYOUT_NAME, EXTRA_NAME):  # these files must be verified before they are read
@@ -168,7 +170,7 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
     """Read the files ``names`` of a checkpoint. Raise CheckpointCorruptError if a hash differs from the manifest's."""
     for name in names:
         try:
-            with (info.path / name).open("rb") as file:
+            with open_to_read(info.path / name) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as exc:
             raise corrupt_error(info.path, _reason(exc)) from exc
@@ -179,7 +181,7 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
 def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return ``extra``, and the ``rank_extra`` of each rank. Raise CheckpointCorruptError if the file is malformed."""
     try:
-        extra = json.loads((info.path / EXTRA_NAME).read_bytes())
+        extra = json.loads(read_file(info.path / EXTRA_NAME, max_nbytes=MAX_JSON_NBYTES))
         shared, ranks = dict(extra["all"]), [dict(rank_extra) for rank_extra in extra["ranks"]]
     except (OSError, *MALFORMED) as exc:
         raise corrupt_error(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
