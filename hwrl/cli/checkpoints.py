@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.cli.arguments import local_path
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, DataError
 from hwrl.files import read_file
 
@@ -39,14 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("--step", type=int, help="only this step")
     export = _add(actions, "export", _export, "write a checkpoint's model, or adapter, for from_pretrained")
-    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must not exist")
-    export.add_argument("--model", type=Path, required=True, help="the model directory at the start of training")
+    export.add_argument("out", type=local_path, metavar="OUT", help="the directory to write; it must not exist")
+    export.add_argument("--model", type=local_path, required=True, help="the model directory at the start of training")
     export.add_argument("--step", type=int, help="default: the newest")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     export.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32, as trained")
     join = _add(actions, "join", _join, "put together the parts of nodes with disks of their own")
-    join.add_argument("more", type=Path, nargs="+", metavar="DIR", help="the same directory of the other nodes")
-    join.add_argument("--out", type=Path, required=True, help="the directory to write global_step_N/ into")
+    join.add_argument("more", type=local_path, nargs="+", metavar="DIR", help="the same directory of the other nodes")
+    join.add_argument("--out", type=local_path, required=True, help="the directory to write global_step_N/ into")
     join.add_argument("--step", type=int, help="default: the newest with all parts")
     prune = _add(actions, "prune", _prune, "remove all complete checkpoints but the newest; not while a trainer runs")
     prune.add_argument("--keep", type=int, required=True, help="how many to keep, at least 1")
@@ -99,7 +100,9 @@ def _no_checkpoint_error(directory: Path, reasons: Sequence[str] = ()) -> Checkp
 
 def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a run's directory, or the one that holds global_step_N/")
+    parser.add_argument(
+        "dir", type=local_path, metavar="DIR", help="a run's directory, or the one that holds global_step_N/"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(action=action)
     return parser

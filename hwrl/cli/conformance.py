@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hwrl.cli.arguments import local_path
 from hwrl.errors import ConfigError
 from hwrl.testing.levels import Kind, Level
 
@@ -20,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=kinds, help="what NAME is, if several things have this name")
     parser.add_argument("--level", choices=levels, default="full", help="how far to go; a level includes those before")
     parser.add_argument("--options", default="{}", help="the options of an engine, as a JSON object")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
-    parser.add_argument("--badge", type=Path, metavar="FILE", help="write a badge: .svg, or .json for shields.io")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write the report as JSON, too")
+    parser.add_argument("--badge", type=local_path, metavar="FILE", help="write a badge: .svg, or .json for shields.io")
     parser.add_argument("-k", dest="keyword", default="", help="run only the checks that match this pytest expression")
 
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _options(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(
             "--options cannot be read", why=f"{exc} in {text!r}", fix="write a JSON object, like '{\"room\": 8}'"
         ) from exc

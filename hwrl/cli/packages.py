@@ -17,6 +17,7 @@ from string import Template
 from typing import NamedTuple
 
 from hwrl import __version__
+from hwrl.cli.arguments import local_path
 from hwrl.errors import ConfigError
 from hwrl.interfaces import API_VERSION
 from hwrl.testing.levels import Kind, Level
@@ -45,7 +46,7 @@ def new_package_command(*kinds: Kind) -> PackageCommand:
 
     def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", help="its name in hwrl, like acme; the package is hwrl-NAME")
-        parser.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="where to make its folder")
+        parser.add_argument("--into", type=local_path, default=Path(), metavar="DIR", help="where to make its folder")
         if len(kinds) > 1:
             first = next(iter(choices))
             parser.add_argument("--kind", choices=choices, default=first, help=f"what it does ({first})")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from pathlib import Path
 
+from hwrl.cli.arguments import count, local_path
 from hwrl.errors import ConfigError, manual
 from hwrl.lazy import large_imports
 
@@ -22,7 +22,9 @@ _UNITS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", type=Path, help=f"a YAML file of hwrl train; {manual('plan.md')} explains the result")
+    parser.add_argument(
+        "config", type=local_path, help=f"a YAML file of hwrl train; {manual('plan.md')} explains the result"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
     parser.add_argument("--devices", type=count, required=True, help="devices of all nodes")
     parser.add_argument("--memory", type=size, required=True, help="memory of a device, for example 80GiB")
@@ -70,10 +72,3 @@ def size(text: str) -> int:
 
 def _rate(text: str) -> float:
     return float(size(text.strip().removesuffix("/s")))
-
-
-def count(text: str) -> int:
-    """Return the number in ``text``, from 1 to 2**20. Raises argparse's error."""
-    if not text.isdigit() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to 1048576")
-    return int(text)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from hwrl.cli.arguments import local_path
 from hwrl.errors import RunDirectoryError
 
 HELP = "write an HTML page about a run: curves, throughput, staleness, faults, samples"
@@ -12,8 +12,8 @@ HELP = "write an HTML page about a run: curves, throughput, staleness, faults, s
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("dir", type=Path, metavar="RUN_DIR", help="a run's directory; the run may still run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; default: RUN_DIR/report.html")
+    parser.add_argument("dir", type=local_path, metavar="RUN_DIR", help="a run's directory; the run may still run")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="the page; default: RUN_DIR/report.html")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.run.report.page import build_page
 
     out = args.dir / "report.html" if args.out is None else args.out
+    if out.exists() and not out.is_file():  # a rename would put a file in the place of /dev/stdout
+        raise RunDirectoryError(f"{out} cannot be written", why="it is not a file", fix="name another file with --out")
     page = build_page(args.dir)
     try:
         DurableFS().replace_file(out, page)  # a browser that loads it meanwhile finds the old page

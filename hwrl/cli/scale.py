@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from hwrl.cli.arguments import local_path
 
 HELP = "let rollout replicas join or leave a run while it goes on"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("dir", type=Path, metavar="RUN_DIR", help="the directory of a run that runs now")
+    parser.add_argument("dir", type=local_path, metavar="RUN_DIR", help="the directory of a run that runs now")
     parser.add_argument("--replicas", type=_count, required=True, metavar="N", help="replicas that shall run")
-    parser.add_argument("--timeout-s", type=float, default=30.0, metavar="S", help="how long to wait for its answer")
+    parser.add_argument("--timeout-s", type=_seconds, default=30.0, metavar="S", help="how long to wait for its answer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,6 +27,12 @@ def run(args: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     from hwrl.run.config import MOST_PROCESSES
 
-    if not text.isdigit() or not 0 < int(text) <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_PROCESSES}")
+    if not (text.isascii() and text.isdigit() and len(text) < 8) or not 0 < int(text) <= MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from 1 to {MOST_PROCESSES}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (seconds := float(text)) <= 1e7:
+        raise ValueError
+    return seconds

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from hwrl.cli.plan import count
+from hwrl.cli.arguments import count, local_path
 from hwrl.errors import manual
 from hwrl.lazy import large_imports
 
@@ -16,11 +15,14 @@ HELP = "tell throughput, idle time and staleness of a run on up to 10,000 device
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     page = manual("simulate.md")
-    parser.add_argument("config", type=Path, help=f"a YAML file of hwrl train; {page} explains the result")
+    parser.add_argument("config", type=local_path, help=f"a YAML file of hwrl train; {page} explains the result")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
     parser.add_argument("--devices", type=_sizes, required=True, help="numbers of devices, for example 8,64,10000")
     parser.add_argument(
-        "--metrics", type=Path, metavar="FILE", help="a run of this configuration: its directory, or its metrics.jsonl"
+        "--metrics",
+        type=local_path,
+        metavar="FILE",
+        help="a run of this configuration: its directory, or its metrics.jsonl",
     )
     parser.add_argument(
         "--assume", action="append", default=[], metavar="NAME=NUMBER", help="replace a cost, for example sigma=1.2"
@@ -28,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, default=20, help="training steps to simulate")
     parser.add_argument("--fixed-batch", action="store_true", help="do not let the groups of a step grow with devices")
     parser.add_argument("--beside-sync", action="store_true", help="simulate synchronous training, too, and compare")
-    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and failures")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of lengths and failures")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -68,3 +70,9 @@ def _sizes(text: str) -> list[int]:
     if min(sizes) < 2:
         raise argparse.ArgumentTypeError("a run needs 2 devices or more")
     return sizes
+
+
+def _seed(text: str) -> int:
+    if (seed := int(text)) < 0:
+        raise ValueError
+    return seed

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hwrl.cli.arguments import local_path
 from hwrl.errors import manual, with_notes
 from hwrl.lazy import large_imports
 
@@ -18,7 +19,7 @@ _STATUS = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = _STATUS
-    parser.add_argument("config", type=Path, help=f"a YAML file; {manual('configuration.md')} lists the keys")
+    parser.add_argument("config", type=local_path, help=f"a YAML file; {manual('configuration.md')} lists the keys")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="for example train.steps=100 resume=true"
     )

@@ -118,9 +118,9 @@ class CriticEngine(FsdpEngine):
         gamma: float = 1.0,
         lam: float = 1.0,
         loss: ValueLoss = ValueLoss(),
-        kl_coef: float = 0.0,
+        kl_coeff: float = 0.0,
     ) -> None:
-        self._gamma, self._lam, self._value_loss, self._kl_coef = gamma, lam, loss, kl_coef
+        self._gamma, self._lam, self._value_loss, self._kl_coeff = gamma, lam, loss, kl_coeff
         super().__init__(settings, backend=backend, group=group)
 
     def _adapted(self, model: Any) -> Any:
@@ -130,14 +130,14 @@ class CriticEngine(FsdpEngine):
     @property
     def needs_reference(self) -> bool:
         """Whether :meth:`estimate` needs the reference's log-probabilities."""
-        return self._kl_coef != 0
+        return self._kl_coeff != 0
 
     # -- values ---------------------------------------------------------------------------------------------------
 
     def estimate(self, batch: Batch, rewards: torch.Tensor) -> tuple[Batch, dict[str, float]]:
         """Return ``batch`` with values, returns and advantages, token by token, and metrics of all ranks' tokens.
 
-        ``rewards`` (rows × length, float32) come after each token. First, ``kl_coef`` × (log-probability of the
+        ``rewards`` (rows × length, float32) come after each token. First, ``kl_coeff`` × (log-probability of the
         behaviour policy − of the reference) is subtracted from each token's reward (Ziegler et al. 2019,
         https://arxiv.org/abs/1909.08593 §2). The advantages have mean 0 and standard deviation 1 over the tokens of all
         ranks. Offloaded parameters are on the device only during the call.
@@ -146,7 +146,7 @@ class CriticEngine(FsdpEngine):
         if self.needs_reference:
             assert batch.reference_logprobs is not None, "the trainer adds them"
             kl = (batch.behaviour_logprobs - batch.reference_logprobs) * batch.mask
-            rewards = rewards - self._kl_coef * kl
+            rewards = rewards - self._kl_coeff * kl
             metrics["reference_kl"] = self._moments(kl[batch.mask])[0]
         with self.on_device(optimizer=False):
             values = self.logprobs(batch)

@@ -146,7 +146,7 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
 
 def test_rewards_lose_the_divergence_from_the_reference(model_directory: Path) -> None:
     settings, backend = settings_on(model_directory), hwrl.get_backend()
-    critic = CriticEngine(settings, backend=backend, group=None, kl_coef=0.5)
+    critic = CriticEngine(settings, backend=backend, group=None, kl_coeff=0.5)
     batch = batch_of(groups_of(3, seed=0))
     known = replace(batch, reference_logprobs=batch.behaviour_logprobs - 0.25 * batch.mask)
     estimated, metrics = critic.estimate(known, torch.zeros(batch.tokens.shape))

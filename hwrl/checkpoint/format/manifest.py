@@ -171,7 +171,7 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
     for name in names:
         try:
             with open_to_read(info.path / name) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type] # BinaryIO lacks readinto
         except OSError as exc:
             raise corrupt_error(info.path, _reason(exc)) from exc
         if digest != info.manifest.files[name].sha256:

@@ -25,12 +25,27 @@ _WITHOUT_BASELINE = ("gae", "reinforce_plus_plus")
 """The advantages that do not compare a response with others to the same prompt."""
 
 
+_NO_LOSSES = {
+    name: f"{name} is an advantage: set algorithm.advantage={name}; its loss is usually loss=ppo_clip"
+    for name in get_args(AdvantageName)
+} | {
+    "ppo": "Input should be ppo_clip for the loss of PPO; its critic comes with algorithm.advantage=gae",
+    "dapo": "DAPO is loss=ppo_clip with clip_ratio_high, filter_groups=true and overlong_buffer_tokens",
+}
+_NO_ADVANTAGES = {name: f"{name} is a loss: set algorithm.loss={name}" for name in get_args(LossName)} | {
+    "ppo": "the advantages of PPO are advantage=gae, with a critic; its loss is algorithm.loss=ppo_clip",
+    "dapo": "DAPO is advantage=grpo, with filter_groups=true and overlong_buffer_tokens",
+}
+
+
 class AlgorithmConfig(Section):
     """Advantages and loss; [algorithms](algorithms.md) has the formulas, and how to write your own."""
 
-    advantage: Annotated[Function, AfterValidator(built_in_or_function(get_args(AdvantageName)))] = "grpo"
+    advantage: Annotated[Function, AfterValidator(built_in_or_function(get_args(AdvantageName), _NO_ADVANTAGES))] = (
+        "grpo"
+    )
     """A built-in one: ``grpo``, ``dr_grpo``, ``rloo``, …; ``gae`` with a [critic](#critic); or your function."""
-    loss: Annotated[Function, AfterValidator(built_in_or_function(get_args(LossName)))] = "ppo_clip"
+    loss: Annotated[Function, AfterValidator(built_in_or_function(get_args(LossName), _NO_LOSSES))] = "ppo_clip"
     """A built-in one: ``ppo_clip``, ``tis``, ``decoupled``, ``gspo``, ``cispo``; or your function."""
     clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
     """Lower clip range: a ratio below 1 - ``clip_ratio_low`` is clipped."""
@@ -120,7 +135,7 @@ class CriticConfig(Section):
     """Discount factor of rewards, per token of the policy."""
     lam: Share = 0.95
     """GAE lambda: 1 uses only rewards, 0 only the value of the next token."""
-    kl_coef: NotNegativeReal = 0.0
+    kl_coeff: NotNegativeReal = 0.0
     """KL penalty coefficient in the rewards, per token (PPO); 0: no reference model is kept."""
     warmup_steps: NotNegative = 0
     """Training steps at the start that train only the critic."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hwrl.errors import ConfigError, manual
 from hwrl.files import read_file
-from hwrl.run.config.explain import describe, keys_in
+from hwrl.run.config.explain import explain, keys_in
 from hwrl.run.config.schema import Config
 from hwrl.run.config.yaml_reader import MAX_NBYTES, parse_yaml, write_yaml
 
@@ -46,7 +46,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             fix="write 'dir: …', 'model: {path: …}', …",
         )
     if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
-        tree.setdefault("dir", str(path.parent))
+        tree.setdefault("dir", str(path.parent.absolute()))
     for word in overrides:
         _override(tree, word)
     return parse_config(tree)
@@ -66,7 +66,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
-        mistakes = [describe(error, root=Config) for error in exc.errors(include_url=False)]
+        mistakes = explain(exc.errors(include_url=False), root=Config)
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
             why="\n       ".join(mistakes),

@@ -253,7 +253,7 @@ class Config(Section):
     @property
     def has_reference_copy(self) -> bool:
         """Whether the trainer keeps a frozen copy of the model as the reference. With LoRA, the base serves as one."""
-        used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coef != 0)
+        used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coeff != 0)
         return used and self.model.lora is None
 
     @property

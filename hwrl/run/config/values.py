@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +27,17 @@ def _check_no_boolean(value: Any) -> Any:
 
 
 def _check_path(value: Any) -> Any:
-    if value == "" or "\0" in str(value):  # an empty path means the working directory
+    if not isinstance(value, str | Path) or value == "" or "\0" in str(value):  # empty: the working directory
         raise ValueError("Input should be a path, not an empty text and without a NUL character")
     return value
+
+
+def _make_absolute(path: str | Path) -> Path:
+    """Return the absolute path. ``~`` at its beginning is the home directory."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as exc:
+        raise ValueError(f"Input should be a path: {str(exc).rstrip('.')}; write ./~ for a file of this name") from exc
 
 
 def _check_finite(value: Any) -> Any:
@@ -59,7 +67,7 @@ def _check_kept(value: int) -> int:
 
 def _make_file_absolute(target: str) -> str:
     place, colon, name = target.rpartition(":")
-    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
+    return f"{_make_absolute(place)}{colon}{name}" if place.endswith(".py") else target
 
 
 def functions_in(options: JsonValue, key: str) -> dict[str, str]:
@@ -88,7 +96,7 @@ def is_template(value: str) -> bool:
 
 
 def _make_template_file_absolute(value: str) -> str:
-    return value if is_template(value) else str(Path(value).absolute())
+    return value if is_template(value) else str(_make_absolute(value))
 
 
 def _check_temperature(value: float) -> float:
@@ -98,15 +106,20 @@ def _check_temperature(value: float) -> float:
 
 
 def _make_path_absolute(path: Path) -> Path:
-    return path if str(path).startswith(HUB) else path.absolute()
+    return path if str(path).startswith(HUB) else _make_absolute(path)
 
 
-def built_in_or_function(names: Sequence[str]) -> Callable[[str], str]:
-    """Return a validator: it accepts a text that is one of ``names``, or names a function of the user."""
+def built_in_or_function(names: Sequence[str], elsewhere: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a validator: it accepts a text that is one of ``names``, or names a function of the user.
+
+    ``elsewhere`` tells what to set for some names that are values of another key.
+    """
 
     def check(value: str) -> str:
         if value in names or ":" in value:
             return value
+        if value in elsewhere:
+            raise ValueError(elsewhere[value])
         close = difflib.get_close_matches(value, names, n=1)
         advice = f", did you mean {close[0]}?" if close else ""
         raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{advice}")
@@ -154,7 +167,7 @@ Template = Annotated[
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
 DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
 """The name of a data set. It becomes part of the names of metrics."""
-AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
+AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_absolute)]
 """A path. A relative path is made absolute at once, because other processes may have another working directory."""
 DataPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_path_absolute)]
 """An AbsolutePath, or the name of a data set on the hub, which begins with ``hf:``."""

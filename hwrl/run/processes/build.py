@@ -317,7 +317,7 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
         gamma=settings.gamma,
         lam=settings.lam,
         loss=ValueLoss(settings.cliprange_value),
-        kl_coef=settings.kl_coef,
+        kl_coeff=settings.kl_coeff,
     )
 
 

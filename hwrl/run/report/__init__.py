@@ -3,9 +3,9 @@
 from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.events import EVENTS, EventLog, RecordedView, read_events
 from hwrl.run.report.rates import StepRates
-from hwrl.run.report.records import Metrics
+from hwrl.run.report.records import Metrics, read_lines
 from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
-from hwrl.run.report.samples import SAMPLES, Sample, pick_samples, read_samples
+from hwrl.run.report.samples import SAMPLES, Sample, pick_samples
 from hwrl.run.report.views import LiveView, PlainView, View, make_view
 
 __all__ = [
@@ -28,6 +28,6 @@ __all__ = [
     "make_view",
     "pick_samples",
     "read_events",
+    "read_lines",
     "read_metrics",
-    "read_samples",
 ]

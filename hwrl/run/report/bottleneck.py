@@ -73,10 +73,10 @@ def _shares(lines: Sequence[Metrics], trainer: Sequence[str], rollout: Sequence[
 
     Returns None if no line has ``perf/step_s``.
     """
-    timed = [line for line in lines if "perf/step_s" in line]
+    timed = [line for line in lines if line.get("perf/step_s", 0.0) > 0]
     wall_s = sum(line["perf/step_s"] for line in timed)
     if not wall_s:
         return None
-    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
+    replicas_s = sum(line["perf/step_s"] * max(1.0, line.get("rollout/replicas", 1.0)) for line in timed)
     spent_s = [sum(line.get(name, 0.0) for line in timed for name in names) for names in (trainer, rollout)]
     return min(1.0, spent_s[0] / wall_s), min(1.0, spent_s[1] / replicas_s)

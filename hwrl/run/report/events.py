@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal, Protocol
 from hwrl import __version__
 from hwrl.errors import with_notes
 from hwrl.run.report.event_files import AppendedFile
-from hwrl.run.report.records import Metrics, encode_records
+from hwrl.run.report.records import Metrics, encode_records, read_lines
 from hwrl.run.report.views import View
 
 EVENTS = "events.jsonl"
@@ -92,13 +91,4 @@ class RecordedView:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events in the file ``path``. Skips damaged lines, and yields nothing if there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("text"), str) and type(event.get("step")) is int:
-                yield event
+    yield from (event for _, event in read_lines(path) if event is not None and isinstance(event.get("text"), str))

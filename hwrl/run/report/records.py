@@ -1,20 +1,54 @@
-"""Read and write files of JSON lines with one record per training step, even if a file is damaged."""
+"""Read and write files of JSON lines, each with its training step, even if a file is damaged or hostile."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hwrl.files import open_to_read
+
 Metrics = dict[str, float]
 """The metrics of one training step, by name: one line of ``metrics.jsonl``."""
+_MAX_LINE_NBYTES = 1 << 24
+_MAX_STEP = 1 << 53
+"""The largest step that the script in a page can hold."""
+_MAX_INT = 1 << 1000
+"""A larger integer may be no float."""
 
 
 def encode_records(records: list[Any]) -> bytes:
     """Return ``records`` as lines of JSON."""
     return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield, for each line, the file position after it, and its JSON object; None if damaged. No file has no lines.
+
+    A line is damaged if it is not an object with a ``step``, has more than 16 MiB, or does not end. Raises OSError if
+    ``path`` is a link, a pipe or a device.
+    """
+    try:
+        file = open_to_read(path)
+    except FileNotFoundError:
+        return
+    with file:
+        end = 0
+        while text := file.readline(_MAX_LINE_NBYTES):
+            end += len(text)
+            is_whole = text.endswith(b"\n")
+            while not is_whole and (rest := file.readline(_MAX_LINE_NBYTES)):
+                text, end, is_whole = b"", end + len(rest), rest.endswith(b"\n")
+            yield end, _parse(text) if is_whole else None
+
+
+def is_line_of_metrics(record: dict[str, Any]) -> bool:
+    """Return whether all values of ``record`` are numbers that a float can hold, and its time is finite."""
+    numbers = all(type(value) is float or (type(value) is int and abs(value) < _MAX_INT) for value in record.values())
+    return numbers and math.isfinite(record.get("time_s", 0.0))
 
 
 def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any], list[int]]:
@@ -23,22 +57,18 @@ def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any],
     A line is damaged if it is not a record, or if its step repeats or comes after a later step. Damage after the last
     record is ignored, because a killed run or a power loss leaves it. A missing file counts as an empty one.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return [], []
     records: dict[int, Any] = {}
-    damaged, undecided = [], []
-    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
-        record = _parse(text)
-        if record is None or record["step"] in records:
+    damaged, undecided, latest = [], [], -1
+    for number, (_, record) in enumerate(read_lines(path), start=1):
+        if record is None or not _is_record(record) or record["step"] in records:
             undecided.append(number)  # it counts as damaged only if a record follows
             continue
         if record["step"] > last_step:
             continue
-        damaged += undecided + ([number] if records and record["step"] < max(records) else [])
+        damaged += undecided + ([number] if record["step"] < latest else [])
         undecided.clear()
         records[record["step"]] = record
+        latest = max(latest, record["step"])
     return [records[step] for step in sorted(records)], damaged
 
 
@@ -58,14 +88,17 @@ def join_ranges(noun: str, numbers: list[int]) -> str:
     return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(shown)}{', ...' if len(ranges) > 20 else ''}"
 
 
-def _parse(text: bytes) -> Any:
-    """Return the record in a line; None if the line is not a valid record."""
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None if it is none, or has no step."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
-    if isinstance(record.get("sequence_numbers"), list):
-        return record
-    return record if "time_s" in record and all(isinstance(value, int | float) for value in record.values()) else None
+    return record if 0 <= record["step"] <= _MAX_STEP else None
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Return whether ``record`` is a line of metrics, or one of trained prompts."""
+    return isinstance(record.get("sequence_numbers"), list) or ("time_s" in record and is_line_of_metrics(record))

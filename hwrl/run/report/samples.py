@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hwrl.run.report.records import read_lines
 
 if TYPE_CHECKING:
     from hwrl.interfaces import Ints, PromptGroup
@@ -44,21 +45,10 @@ def _places(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, 
                 yield index, rows[index][turn]
 
 
-def read_samples(path: Path) -> Iterator[tuple[int, Sample | None]]:
-    """Yield, for each line, the file position after it, and its sample (None if damaged). No file has no lines."""
-    if not path.exists():
-        return
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line)
-            yield end, _parsed(line)
-
-
 def drop_samples_after(path: Path, *, last_step: int) -> None:
     """Truncate the file after the samples of ``last_step``. This also removes an incomplete last line."""
     kept = 0
-    for end, sample in read_samples(path):
+    for end, sample in read_lines(path):
         if sample is not None and sample["step"] > last_step:
             break
         if sample is not None:
@@ -66,15 +56,6 @@ def drop_samples_after(path: Path, *, last_step: int) -> None:
     if path.exists() and kept < path.stat().st_size:
         with path.open("rb+") as file:
             file.truncate(kept)
-
-
-def _parsed(line: bytes) -> Sample | None:
-    try:
-        sample = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_sample = isinstance(sample, dict) and type(sample.get("step")) is int and line.endswith(b"\n")
-    return sample if is_sample else None
 
 
 def _sample(group: PromptGroup, row: int, *, step: int, version: int, decode: Callable[[Ints], str]) -> Sample:

@@ -46,7 +46,7 @@ def test_a_critic_and_a_reference_are_refused_where_nothing_uses_or_has_them(
 
 
 def test_one_response_is_enough_for_a_critic(tmp_path: Path) -> None:
-    config = load(tmp_path, "rollout.n=1", "algorithm.advantage=gae", "critic.kl_coef=0.1")
+    config = load(tmp_path, "rollout.n=1", "algorithm.advantage=gae", "critic.kl_coeff=0.1")
     assert config.algorithm.has_critic and config.has_reference_copy
     assert not load(tmp_path).has_reference_copy
 

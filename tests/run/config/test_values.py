@@ -40,7 +40,7 @@ MAY_BE_ZERO = {
     "algorithm.entropy_coeff",
     "algorithm.overlong_buffer_tokens",
     "algorithm.overlong_penalty",
-    "critic.kl_coef",
+    "critic.kl_coeff",
     "critic.lam",
     "critic.warmup_steps",
 }

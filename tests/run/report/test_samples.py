@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hwrl.interfaces import Ints, PromptGroup, Response, Segment, Trajectory
-from hwrl.run.report import SAMPLES, RunReport, pick_samples, read_samples
+from hwrl.run.report import SAMPLES, RunReport, pick_samples, read_lines
 from hwrl.run.report.samples import MAX_CHARS
 
 METRICS_OF_A_STEP = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0}
@@ -107,7 +107,7 @@ def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
 
 
 def lines(directory: Path) -> list[int]:
-    return [sample["step"] for _, sample in read_samples(directory / SAMPLES) if sample is not None]
+    return [sample["step"] for _, sample in read_lines(directory / SAMPLES) if sample is not None]
 
 
 def write(directory: Path, steps: range, *, resume_step: int = 0) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import re
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hwrl import __version__
 from hwrl.checkpoint import find_owner
 from hwrl.errors import RunDirectoryError
+from hwrl.files import read_file
 from hwrl.run.report.bottleneck import BUSY_SECONDS, TRAINER_BUSY, busy_shares
 from hwrl.run.report.events import EVENTS, Event, read_events
 from hwrl.run.report.page.charts import FAULT_CHARTS, LEFT_OUT, SECTIONS, Chart, assign, timeline
@@ -26,6 +28,9 @@ from hwrl.run.report.samples import SAMPLES
 
 CONFIG = "config.yaml"
 MAX_MARKED_EVENTS = 500
+MAX_OTHERS = 1000
+"""Charts of metrics that no section shows."""
+_MAX_CONFIG_NBYTES = 1 << 20
 _MARKED = ("start", "replica", "trainer", "scale", "error")
 _Drawn = dict[str, tuple[Chart, list[str]]]
 
@@ -37,7 +42,8 @@ def build_page(directory: Path) -> bytes:
     or if a file cannot be read.
     """
     try:
-        return _page(directory).encode()
+        with np.errstate(all="ignore"):  # metrics may be infinite, or not a number
+            return _page(directory).encode()
     except FileNotFoundError as exc:
         raise RunDirectoryError(
             f"{directory} holds no run",
@@ -53,12 +59,14 @@ def build_page(directory: Path) -> bytes:
 
 
 def _page(directory: Path) -> str:
+    (directory / METRICS).lstat()  # raises if there is no run
     columns = read_columns(directory / METRICS)
     events = list(read_events(directory / EVENTS))
     names = [name for name in columns.values if name not in LEFT_OUT]
     faults = assign(FAULT_CHARTS, names)  # first, because other charts would also match the ledger's counts
     sections = {title: assign(charts, names) for title, charts in SECTIONS.items()}
-    others = assign([Chart(name, re.escape(name)) for name in sorted(names)], names)
+    others = {f"other-{place}": (Chart(name, ""), [name]) for place, name in enumerate(sorted(names)[:MAX_OTHERS])}
+    title = "Show all" if len(names) <= MAX_OTHERS else f"Show {MAX_OTHERS} of {len(names):,}, by name"
     bars = timeline(columns)
     parts = [
         _header(directory, columns, events),
@@ -66,7 +74,7 @@ def _page(directory: Path) -> str:
         _section("Timeline", _timeline_figures(columns, bars)),
         _section("Faults", render_faults(columns, events, directory / PROMPTS) + _figures(faults)),
         _section("Samples", render_samples(directory / SAMPLES)),
-        _section("Other metrics", element("details", element("summary", "Show all") + _figures(others))),
+        _section("Other metrics", element("details", element("summary", title) + _figures(others))),
         _section("Configuration", _configuration(directory / CONFIG)),
     ]
     drawn: _Drawn = {key: value for found in (*sections.values(), faults, others) for key, value in found.items()}
@@ -193,9 +201,10 @@ def _median(columns: MetricColumns, name: str) -> float:
 
 
 def _configuration(path: Path) -> str:
-    if not path.exists():
+    try:
+        text = read_file(path, max_nbytes=_MAX_CONFIG_NBYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
         return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
     return element("details", element("summary", CONFIG) + element("pre", escaped(text)))
 
 

@@ -73,10 +73,13 @@ def assign(charts: Iterable[Chart], names: list[str]) -> dict[str, tuple[Chart, 
     """Return the charts that have metrics, by id, each with these metrics. Removes the metrics from ``names``."""
     found = {}
     for chart in charts:
-        own = [name for name in names if re.fullmatch(chart.pattern, name)]
+        own: list[str] = []
+        rest: list[str] = []
+        for name in names:
+            (own if re.fullmatch(chart.pattern, name) else rest).append(name)
         if own:
             found[re.sub(r"\W+", "-", chart.title.lower())] = chart, own
-            names[:] = [name for name in names if name not in own]
+            names[:] = rest
     return found
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hwrl.run.report.records import is_line_of_metrics, read_lines
 
 Reals = npt.NDArray[np.float64]
 
@@ -53,32 +53,20 @@ def read_columns(path: Path) -> MetricColumns:
     """Read ``metrics.jsonl`` line by line. Skips damaged lines, and lines whose step is not above the previous one."""
     places: dict[str, array[int]] = {}
     values: dict[str, array[float]] = {}
-    last = -math.inf
-    with path.open("rb") as file:
-        for text in file:
-            line = _parsed(text)
-            if line is None or line["step"] <= last:
-                continue
-            last = step = line["step"]
-            for name, value in line.items():
-                if name not in values:
-                    places[name], values[name] = array("q"), array("d")
-                places[name].append(step)
-                values[name].append(value)
+    last = -1
+    for _, line in read_lines(path):
+        if line is None or line["step"] <= last or not is_line_of_metrics(line):
+            continue
+        last = line["step"]
+        for name, value in line.items():
+            if name not in values:
+                places[name], values[name] = array("q"), array("d")
+            places[name].append(last)
+            values[name].append(value)
     return MetricColumns(
         {name: np.array(each, dtype=np.int64) for name, each in places.items()},
         {name: np.array(each, dtype=np.float64) for name, each in values.items()},
     )
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return None
-    return line if all(type(value) in (int, float) for value in line.values()) else None
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hwrl.run.report.events import Event
 from hwrl.run.report.page.columns import MetricColumns
 from hwrl.run.report.page.markup import element, escaped, number
+from hwrl.run.report.records import read_lines
 
 MAX_EVENTS = 1000
 MAX_FAILED = 200
@@ -76,7 +73,10 @@ def _not_finite(columns: MetricColumns) -> str:
 def _failed(path: Path) -> str:
     """Return a table of the prompts that were given up, with the reasons."""
     failed = [
-        (record["step"], number, reason) for record in _settled(path) for number, reason in record["failed"].items()
+        (record["step"], number, reason)
+        for _, record in read_lines(path)
+        if record is not None and isinstance(record.get("failed"), dict)
+        for number, reason in record["failed"].items()
     ]
     if not failed:
         return ""
@@ -86,19 +86,6 @@ def _failed(path: Path) -> str:
         *(_cells("td", s, n, "", r) for s, n, r in failed[-MAX_FAILED:]),
     ]
     return element("details", element("summary", note) + element("table", "".join(rows)))
-
-
-def _settled(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of steps with failed prompts."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if b'"failed"' in line:
-                with contextlib.suppress(ValueError, RecursionError):
-                    record = json.loads(line)
-                    if isinstance(record, dict) and "step" in record and isinstance(record.get("failed"), dict):
-                        yield record
 
 
 def _cells(tag: str, *texts: object) -> str:

@@ -7,16 +7,20 @@ import json
 import re
 from typing import Any
 
+_MAX_BITS = 1000
+"""An integer with more bits may be no float."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def escaped(text: object) -> str:
     """Escape ``text`` for an element or a quoted attribute. Control characters and lone surrogates become �.
 
+    A list or dict where a text belongs becomes …: to write it could take too long, or end in a RecursionError.
+
     >>> escaped("<script>'a' & b\\ud800")
     '&lt;script&gt;&#x27;a&#x27; &amp; b�'
     """
-    return html.escape(_UNPRINTABLE.sub("\ufffd", str(text)))
+    return html.escape(_UNPRINTABLE.sub("\ufffd", "…" if isinstance(text, list | dict) else str(text)))
 
 
 def json_for_script(data: Any) -> str:
@@ -44,7 +48,7 @@ def number(value: float | None) -> str:
     >>> number(1234567.0), number(0.123456), number(3.0), number(None)
     ('1,234,567', '0.1235', '3', '–')
     """
-    if value is None:
+    if value is None or (isinstance(value, int) and value.bit_length() > _MAX_BITS):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

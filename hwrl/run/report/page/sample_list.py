@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hwrl.run.report.page.markup import element, escaped, number
-from hwrl.run.report.samples import Sample, read_samples
+from hwrl.run.report.records import read_lines
+from hwrl.run.report.samples import Sample
 
 MAX_SAMPLES = 300
 MAX_CHARS = 3000
@@ -25,11 +26,11 @@ def render_samples(path: Path) -> str:
 
 def choose_samples(path: Path, *, maximum: int = MAX_SAMPLES) -> tuple[list[Sample], int]:
     """Return up to ``maximum`` samples, spread evenly over the file, newest first, and the total number of samples."""
-    ends = [end for end, sample in read_samples(path) if sample is not None]
+    ends = [end for end, sample in read_lines(path) if sample is not None]
     count = min(maximum, len(ends))
     chosen = {ends[len(ends) - 1 - index * len(ends) // count] for index in range(count)}
     chosen_samples = (
-        [sample for end, sample in read_samples(path) if end in chosen and sample is not None] if chosen else []
+        [sample for end, sample in read_lines(path) if end in chosen and sample is not None] if chosen else []
     )
     return chosen_samples[::-1], len(ends)
 
@@ -91,7 +92,9 @@ def _text(author: Any, text: Any, tokens: Any, reward: Any) -> str:
     kind = author if author in ("prompt", "policy") else "other"
     turn = "" if reward is None else f", reward {_number(reward)}"
     label = element("small", f"{escaped(author)}, {escaped(tokens)} tokens{turn}")
-    return element("div", label + element("pre", escaped(_cut(str(text)))), class_=f"segment {kind}")
+    return element(
+        "div", label + element("pre", escaped(_cut(text) if isinstance(text, str) else text)), class_=f"segment {kind}"
+    )
 
 
 def _cut(text: str) -> str:

@@ -1,0 +1,29 @@
+"""The types of the commands' arguments. Each raises argparse's error for a wrong word."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def local_path(text: str) -> Path:
+    """Return the path in ``text``; ``~`` at its beginning is the home directory, also after ``--out=``.
+
+    >>> local_path("a/b").name
+    'b'
+    """
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as exc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be a path: {exc}; write ./~ for a file of this name"
+        ) from exc
+
+
+def count(text: str) -> int:
+    """Return the number in ``text``, from 1 to 2**20."""
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= 1 << 20):
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a positive whole number up to 1048576")
+    return int(text)
