@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 
+def local_path(text: str) -> Path:
+    """Return the path ``text``; ``~`` at its beginning is the home directory. Raises ValueError for an unknown user."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError(f"Input should be a path: {text!r} has no home directory; write ./~ for a file of this name")
+    return Path(path)
+
+
 def create_file(path: Path) -> BinaryIO:
     """Create ``path`` and open it for writing. What has this name is removed first and not opened: links, too."""
     for _ in range(2):

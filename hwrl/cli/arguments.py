@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hwrl import files
+
 
 def local_path(text: str) -> Path:
     """Return the path in ``text``; ``~`` at its beginning is the home directory, also after ``--out=``.
@@ -15,11 +17,9 @@ def local_path(text: str) -> Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     try:
-        return Path(text).expanduser()
-    except RuntimeError as exc:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be a path: {exc}; write ./~ for a file of this name"
-        ) from exc
+        return files.local_path(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def count(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
+from hwrl.files import local_path
 from hwrl.rollout import HUB
 
 _LARGEST_INT = (1 << 31) - 1
@@ -32,12 +33,9 @@ def _check_path(value: Any) -> Any:
     return value
 
 
-def _make_absolute(path: str | Path) -> Path:
-    """Return the absolute path. ``~`` at its beginning is the home directory."""
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as exc:
-        raise ValueError(f"Input should be a path: {str(exc).rstrip('.')}; write ./~ for a file of this name") from exc
+def _make_absolute(value: Any) -> Any:
+    """Return the absolute path of a text, in which ``~`` may be the home directory."""
+    return local_path(str(_check_path(value))).absolute()
 
 
 def _check_finite(value: Any) -> Any:
@@ -105,8 +103,8 @@ def _check_temperature(value: float) -> float:
     return value
 
 
-def _make_path_absolute(path: Path) -> Path:
-    return path if str(path).startswith(HUB) else _make_absolute(path)
+def _make_path_absolute(value: Any) -> Any:
+    return value if isinstance(value, str | Path) and str(value).startswith(HUB) else _make_absolute(value)
 
 
 def built_in_or_function(names: Sequence[str], elsewhere: Mapping[str, str]) -> Callable[[str], str]:
@@ -167,9 +165,9 @@ Template = Annotated[
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
 DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
 """The name of a data set. It becomes part of the names of metrics."""
-AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_absolute)]
+AbsolutePath = Annotated[Path, BeforeValidator(_make_absolute)]
 """A path. A relative path is made absolute at once, because other processes may have another working directory."""
-DataPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_path_absolute)]
+DataPath = Annotated[Path, BeforeValidator(_make_path_absolute)]
 """An AbsolutePath, or the name of a data set on the hub, which begins with ``hf:``."""
 Function = Annotated[Name, AfterValidator(_make_file_absolute)]
 """A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""

@@ -530,7 +530,7 @@ def test_a_path_may_begin_in_the_home_directory(
     shown = dump_config(load_config(path))
     assert "~" not in shown and shown.count(f" {tmp_path}/") == 10 and f"path: {tmp_path}\n" in shown
     assert str(load_config(path, ["dir=./~"]).dir) == "/~"
-    with pytest.raises(ConfigError, match=r"home directory; write \./~"):
+    with pytest.raises(ConfigError, match=r"has no home directory; write \./~"):
         load_config(path, ["dir=~nobody-has-this-name/x"])
     assert main(["train", "~/config.yaml", "--print-config"]) == 0
     assert main(["report", "~/none", "--out=~/page.html"]) == 1
