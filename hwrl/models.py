@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import pickle
@@ -23,6 +24,7 @@ from hwrl.errors import ConfigError, DataError
 from hwrl.memory import own_memory
 
 __all__ = [
+    "EAGER",
     "build_meta_model",
     "build_model",
     "encode_prompt",
@@ -35,6 +37,7 @@ __all__ = [
     "require_loadable",
     "require_no_adapter",
     "require_present",
+    "rope_changes",
     "translated_errors",
     "use_chat_template",
     "use_working_experts",
@@ -43,38 +46,103 @@ __all__ = [
 
 _log = logging.getLogger("hwrl.models")
 
-_ATTENTION = "sdpa"
-"""Continuous batching needs its boolean four-dimensional masks."""
+EAGER = "eager"
+"""transformers' attention without a kernel of torch. Its masks are added to the scores."""
 
 _CODE = "trust_remote_code"
 """Every error of transformers about a directory with Python code contains this."""
 
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*(position|pos_e)\w*)(\.|$)")
+"""The names of tables with one row for each position."""
+
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
-def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
+def build_model(directory: Path, *, dtype: torch.dtype, max_length: int | None = None) -> Any:
     """Return the model of ``directory`` with its generation settings, but with arbitrary weights.
 
-    Reads configuration files only. Write every weight before using the model.
+    Reads configuration files only. Write every weight before using the model. ``max_length`` is the number of tokens in
+    the run's longest row (None: what its configuration names): the rotary frequencies are those for it
+    (:func:`rope_changes`). Raises ConfigError if the model has no positions for so many tokens. The weights are never
+    quantized: files with quantized ones are read as ``dtype``.
     """
     config = load_model_config(directory)
     with translated_errors(directory):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config.get_text_config().update(rope_changes(config, max_length=max_length))
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
             )
         model.generation_config = load_generation_config(directory)
         model.tie_weights()
+    _require_positions(directory, model, max_length)
     return model
 
 
-def build_meta_model(directory: Path, *, dtype: torch.dtype) -> Any:
+def build_meta_model(directory: Path, *, dtype: torch.dtype, max_length: int | None = None) -> Any:
     """Return :func:`build_model` with parameters on the meta device: they have shapes and no memory.
 
     Buffers are on the host, with the values that the model's class gives them.
     """
     with _parameters_on_meta():
-        return build_model(directory, dtype=dtype)
+        return build_model(directory, dtype=dtype, max_length=max_length)
+
+
+def _attention(config: Any) -> str:
+    """Return transformers' attention for ``config``: the one without torch's kernel where only it is right."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else EAGER
+
+
+def rope_changes(config: Any, *, max_length: int | None, always: bool = False) -> dict[str, Any]:
+    """Return what to change in a text model's ``config`` so that its rotary frequencies are those for ``max_length``.
+
+    transformers chooses the frequencies of "dynamic" and "longrope" by the longest row of each call, so a row's result
+    would depend on the rows beside it, and on how much of it is there. Fixed for the run's longest row, "dynamic" is
+    plain rotation with another base, and "longrope" has its long factors for all rows. Nothing changes if no row of
+    ``max_length`` tokens (None: what the configuration names) leaves the original length; with ``always``, "dynamic"
+    does then, too, for engines that stretch it for all rows.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "rope_parameters", None) or {}
+    nested = "rope_type" not in kinds
+    most = getattr(text, "max_position_embeddings", None) or 0
+    longest, changed = max_length or most, {}
+    for name, rope in (kinds if nested else {"": kinds}).items():
+        original = rope.get("original_max_position_embeddings", most)
+        if rope.get("rope_type") == "longrope" and longest > original and rope["short_factor"] != rope["long_factor"]:
+            changed[name] = {**rope, "short_factor": rope["long_factor"]}
+        elif rope.get("rope_type") == "dynamic" and not rope.get("alpha") and (always or longest > most):
+            head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            size, factor = int(head * rope.get("partial_rotary_factor", 1.0)), rope["factor"]
+            stretch = factor * max(longest, most) / most - (factor - 1)
+            base = rope["rope_theta"] * stretch ** (size / (size - 2))
+            changed[name] = {**rope, "rope_type": "default", "rope_theta": base}
+    if not changed:
+        return {}
+    parameters = {**kinds, **changed} if nested else changed[""]
+    return {"rope_parameters": parameters, "max_position_embeddings": max(longest, most)}
+
+
+def _require_positions(directory: Path, model: Any, max_length: int | None) -> None:
+    """Raise ConfigError if ``model`` has a table of positions that is shorter than ``max_length``."""
+    text = model.config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if max_length is None or most is None or max_length <= most:
+        return
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    tables = [name for name, one in tensors if one.dim() == 2 and _POSITIONS.search(name) and len(one) >= most]
+    if tables:
+        key = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        raise ConfigError(
+            f"the model in {directory} has no positions for the run's longest row",
+            why=f"a prompt with its response may have {max_length} tokens, and its config.json has {key}={most}, the rows "
+            f"of {tables[0]}",
+            fix=f"lower data.max_prompt_tokens and rollout.max_new_tokens (or rollout.max_model_len) to at most {most} "
+            "in all",
+        )
 
 
 @contextlib.contextmanager
@@ -176,7 +244,7 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
-            attn_implementation=_ATTENTION,
+            attn_implementation=_attention(load_model_config(directory)),
             ignore_mismatched_sizes=True,  # ``found`` lists them; the error would not
             output_loading_info=True,
         )

@@ -40,7 +40,8 @@ class EngineSettings:
     ``compile`` compiles the layers; ``auto`` does this if it is faster on the device. With ``fused_kernels``, layers
     without compilation use the backend's fused operations. ``shard_ranks`` is the number of ranks with one sharded copy
     of the model (FSDP2 engine); None: all. With ``host_step`` parameters, gradients and optimizer state live in host
-    memory, and the optimizer steps there.
+    memory, and the optimizer steps there. No row has more than ``max_length`` tokens (None: what the model's
+    configuration names).
     """
 
     model_directory: Path
@@ -64,6 +65,7 @@ class EngineSettings:
     lora: LoraSettings | None = None
     seed: int = 0
     context_parallel: int = 1
+    max_length: int | None = None
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0."""

@@ -27,7 +27,15 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, cache_argument, logits_at, use_working_experts, uses_attention_interface
+from hwrl.models import (
+    EAGER,
+    build_model,
+    cache_argument,
+    logits_at,
+    rope_changes,
+    use_working_experts,
+    uses_attention_interface,
+)
 from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
@@ -47,6 +55,10 @@ from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
 from hwrl.saved_names import saved_weights
 from hwrl.weights import CopyDestination, Destination, EngineReceiver, WeightLayout, whole_rules
 
+_SLIDING = "sliding_attention"
+_TRIAL = (7, 4, 300)
+"""The lengths of the prompts of the trial; the last one is longer than the local windows of old architectures."""
+
 _StateDict = Mapping[str, torch.Tensor]
 
 
@@ -59,11 +71,12 @@ class _Running:
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Generates with ``model``, any ``AutoModelForCausalLM`` with full attention; at most ``max_running`` requests run.
+    """Generates with ``model``, any ``AutoModelForCausalLM`` with full or sliding attention, for ``max_running`` requests.
 
     A prompt and its response have at most ``max_length`` tokens. The first step allocates memory for all slots. The
     engine owns the model, writes new weights into its parameters and buffers, and generates only after the first. It
-    raises EngineError for a model whose layers cannot see ``max_length`` tokens. Weights come under the names in the
+    raises EngineError for a model with other layers, or with rotary frequencies that change within ``max_length``
+    tokens. Weights come under the names in the
     model's files, each expert by itself, into its part of the model's parameter. A model with an adapter
     (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
     ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself. The samples of a group share
@@ -90,7 +103,7 @@ class EmbeddedEngine(RolloutEngine):
         decode: Decode | None = None,
     ) -> None:
         require_attention(model)
-        _require_full_attention(model.config, max_length=max_length)
+        self._kinds, self._window = _attention_kinds(model.config, max_length=max_length)
         self.receivers = 1
         self.model = model.eval()
         self._backend = backend_or_default(backend)
@@ -102,7 +115,9 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._cache_argument = cache_argument(self.model)
-        self._can_divide = uses_attention_interface(self.model)
+        self._adds_masks = self.model.config._attn_implementation == EAGER
+        self._can_divide = uses_attention_interface(self.model) and not self._adds_masks
+        self._proven = True
         self._divider = RowDivider(launched=self._backend.supports(Capability.STREAMS).usable)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
@@ -121,12 +136,16 @@ class EmbeddedEngine(RolloutEngine):
 
     @classmethod
     def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
-        """Return an engine with a new model on ``backend``'s device."""
-        model = build_model(settings.model_directory, dtype=settings.dtype)
+        """Return an engine with a new model on ``backend``'s device.
+
+        Its first step with weights raises EngineError if rows of several lengths get other results from its slots than
+        from calls of the model by themselves.
+        """
+        model = build_model(settings.model_directory, dtype=settings.dtype, max_length=settings.max_length)
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         if settings.lora is not None:
             model = add_adapter(model, settings.lora)
-        return cls(
+        engine = cls(
             model.to(backend.device()),
             eos_ids=settings.eos_ids,
             max_running=settings.max_running,
@@ -135,6 +154,8 @@ class EmbeddedEngine(RolloutEngine):
             backend=backend,
             decode=text_decoder(settings.model_directory),
         )
+        engine._proven = False
+        return engine
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -161,6 +182,8 @@ class EmbeddedEngine(RolloutEngine):
     def step(self) -> list[Completion]:
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
+        if not self._proven and self._waiting:
+            self._prove()
         started = self._start_waiting()
         running = len(self._slots) - started
         if running:
@@ -340,16 +363,57 @@ class EmbeddedEngine(RolloutEngine):
     def _last_logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
-        """Run the model; return the logits (rows × vocabulary) of each row at its position ``last``."""
+        """Run the model; return the logits (rows × vocabulary) of each row at its position ``last``.
+
+        ``mask`` tells for each new token (``positions``) which positions it sees, but for a sliding window.
+        """
+        masks = {kind: mask for kind in self._kinds}
+        if self._window is not None:
+            places = torch.arange(mask.shape[-1], device=self._device)
+            masks[_SLIDING] = mask & (places > positions[: len(mask), None, :, None] - self._window)
+        if self._adds_masks:
+            hidden = torch.finfo(self.model.dtype).min
+            masks = {kind: torch.where(one, 0.0, hidden).to(self.model.dtype) for kind, one in masks.items()}
         return logits_at(
             self.model,
             torch.arange(len(tokens), device=self._device) * tokens.shape[1] + last,
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
             use_cache=True,
             **{self._cache_argument: self._cache},
         )
+
+    def _prove(self) -> None:
+        """Raise EngineError if a prefill of several rows, or the next token of each, differs from plain calls."""
+        lengths = [max(1, min(length, self._max_length - 1)) for length in _TRIAL]
+        vocabulary, used = self.model.config.get_text_config().vocab_size, max(lengths) + 1
+        places = torch.arange(used, device=self._device)
+        tokens = ((places + 1) * (places + 2 + 31 * places[: len(lengths), None])) % vocabulary
+        own, last = self._cache, torch.tensor(lengths, device=self._device)
+        self._cache = SlotCache(slots=len(lengths), length=used, device=self._device)
+        rows, positions = slice(0, len(lengths)), places.expand(len(lengths), used)
+        try:
+            self._cache.place(rows, positions[:, :-1], used - 1)
+            causal = (places[:-1] <= places[:-1, None])[None, None]
+            first = self._last_logits(tokens[:, :-1], positions[:, :-1], causal, last - 1)
+            self._cache.place(rows, last[:, None], used)
+            seen = (places <= last[:, None])[:, None, None]
+            second = self._last_logits(tokens.gather(1, last[:, None]), last[:, None], seen, torch.zeros_like(last))
+        finally:
+            self._cache = own
+        found = torch.stack([first, second], 1).float().log_softmax(-1)
+        plain = [self.model(tokens[row, : length + 1][None], use_cache=False) for row, length in enumerate(lengths)]
+        wanted = torch.stack([one.logits[0, -2:] for one in plain]).float().log_softmax(-1)
+        off = float((found.exp() * (found - wanted)).sum(-1).abs().max())
+        if not off <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise EngineError(
+                f"the embedded engine cannot generate with {type(self.model).__name__}",
+                why=f"its next token beside other rows has another distribution than alone, by {off:.3g} nats: the model "
+                "reads the engine's masks or positions in another way",
+                fix="take another architecture, or another rollout.engine",
+            )
+        self._proven = True
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
         """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
@@ -447,18 +511,26 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
-def _require_full_attention(config: Any, *, max_length: int) -> None:
-    """Raise EngineError if a layer of the model cannot see ``max_length`` tokens."""
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+def _attention_kinds(config: Any, *, max_length: int) -> tuple[list[str], int | None]:
+    """Return the kinds of attention in the model's layers, and the sliding window if it hides tokens of a row.
+
+    Raises EngineError if the engine has no masks for a kind, or if rows would need several rotary frequencies.
+    """
     window = getattr(config, "sliding_window", None)
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    too_short = "sliding_attention" in kinds and window is not None and window < max_length
-    if others or too_short:
+    kinds = sorted(set(getattr(config, "layer_types", None) or [_SLIDING if window else "full_attention"]))
+    if window is None or window >= max_length or _SLIDING not in kinds:
+        window = None
+    others = [kind for kind in kinds if kind not in ("full_attention", _SLIDING)]
+    if others:
         raise EngineError(
             "the embedded engine cannot generate with this model",
-            why=f"it serves full attention; the model ({config.model_type}) has "
-            + (f"layers of the kinds {others}" if others else f"a sliding window of {window} tokens")
-            + f", and a prompt with its response may have {max_length} tokens",
-            fix="take a model with full attention in every layer"
-            + ("" if others else ", or lower data.max_prompt_tokens and rollout.max_new_tokens to fit the window"),
+            why=f"it serves full and sliding attention; the model ({config.model_type}) has layers of the kinds {others}",
+            fix="take a model with such attention in every layer, or another rollout.engine",
         )
+    if rope_changes(config, max_length=max_length):
+        raise EngineError(
+            "the embedded engine cannot generate with this model",
+            why=f"its rotary frequencies would depend on the longest of the running rows, of up to {max_length} tokens",
+            fix="make the model with hwrl.models.build_model(..., max_length=...), which fixes them",
+        )
+    return (kinds if window is not None else kinds[:1]), window

@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from hwrl.errors import EngineError
+from hwrl.models import EAGER
 
 _NAME = "hwrl_row_ranges"
 _WHOLE = "sdpa"
@@ -132,13 +133,13 @@ _present: ContextVar[Sequence[RowRange]] = ContextVar("row_ranges", default=())
 
 
 def require_attention(model: Any) -> None:
-    """Raise EngineError if ``model`` has another attention than transformers' sdpa; the engine's masks are for that."""
+    """Raise EngineError if ``model`` has an attention for which the engine makes no masks."""
     own = getattr(model.config, "_attn_implementation", None)
-    if own not in (None, _WHOLE):
+    if own not in (None, _WHOLE, EAGER):
         raise EngineError(
             "the embedded engine cannot generate with this model",
-            why=f"its attention is {own}, and the engine makes masks for {_WHOLE} attention",
-            fix=f"load the model with attn_implementation={_WHOLE!r}; without such an attention, use another engine",
+            why=f"its attention is {own}, and the engine makes masks for {_WHOLE} and {EAGER} attention",
+            fix=f"load the model with attn_implementation={_WHOLE!r}",
         )
 
 

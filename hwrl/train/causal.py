@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch
-from hwrl.models import logits_at, uses_attention_interface
+from hwrl.models import EAGER, logits_at, uses_attention_interface
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.packing import MicroBatch, PackShare, make_pack, make_rows
 from hwrl.train.scoring import OutputScorer
@@ -22,14 +22,19 @@ _PACKED = "hwrl_packed"
 _TRIAL = "hwrl_trial"
 _ROWS = "sdpa"
 _SHORT = (7, 4, 9)
-"""The lengths of the rows of the trial."""
+"""The lengths of the trial's short rows."""
 
 _TOLERANCE = {torch.float32: 1e-3}
 """The largest mean difference of log-probabilities between packed and plain calls; see ``_COARSE`` for other dtypes."""
 
 _COARSE = 0.1
-_OF_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest row of a call."""
+_PREFIX = 256
+"""The most tokens of the long row that the trial compares."""
+_LONGEST_EAGER = 2048
+"""The most tokens of the long row if attention holds the scores of all pairs of tokens."""
+
+_Case = tuple[Batch, torch.Tensor, torch.Tensor]
+"""Rows, the log-probabilities that their tokens have without other rows and later tokens, and the rows to pad."""
 
 _log = logging.getLogger("hwrl.train")
 
@@ -125,17 +130,24 @@ class CausalModel:
         return self._from_logits(model, part)
 
     @torch.no_grad()
-    def prove(self, model: Any, *, dtype: torch.dtype) -> None:
-        """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
+    def prove(self, model: Any, *, dtype: torch.dtype, max_length: int | None = None) -> None:
+        """Call ``model`` on a few rows in several ways, and choose the fastest with the right result.
 
-        ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. With a context group,
-        raises ConfigError with the reason for padded rows. Collective on ranks that share the model or a pack. With
-        FSDP2 the weights may stay whole afterwards.
+        The rows are short, but for one of ``max_length`` tokens, the run's longest (None: there is none). ``dtype`` is
+        that of the computation. Logs the reasons for padded rows and for logits. Raises ConfigError if the result of a
+        row depends on the rows beside it, or that of a token on later ones: no engine would then agree with another.
+        With a context group, raises ConfigError with the reason for padded rows. Collective on ranks that share the
+        model or a pack. With FSDP2 the weights may stay whole afterwards.
         """
-        batch, name = _short_rows(model), type(model).__name__
+        name = type(model).__name__
         with torch.compiler.set_stance("force_eager"):
+            batch = _trial_rows(model, _SHORT)
             self._choose_output(model, batch)
-            why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
+            cases = [(batch, self._alone(model, batch, range(batch.rows)), torch.arange(batch.rows))]
+            if max_length is not None and max_length > 2 * max(_SHORT):
+                cases.append(self._long_case(model, max_length))
+            why = _why_not_static(model) or self._why_not_packed(model, cases, dtype)
+            self._require_independent(model, cases, dtype)
         self.packs = not why
         if why and self._context is not None:
             raise ConfigError(
@@ -169,35 +181,55 @@ class CausalModel:
     def _rows(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
         return make_rows(batch, rows, device=self._backend.device())
 
-    def _why_not_packed(self, model: Any, batch: Batch, dtype: torch.dtype) -> str:
-        every = torch.arange(batch.rows)
-        wanted = torch.zeros(batch.tokens.shape)
-        for row in every:
-            part = self._rows(batch, row[None])
+    def _alone(self, model: Any, batch: Batch, rows: Iterable[int]) -> torch.Tensor:
+        """Return the log-probabilities of ``rows`` of ``batch``, each from a call by itself; NaN elsewhere."""
+        wanted = torch.full(batch.tokens.shape, math.nan)
+        for row in rows:
+            part = self._rows(batch, torch.tensor([row]))
             wanted[part.rows, part.columns] = self._from_logits(model, part)[0, : part.trained_tokens].cpu()
+        return wanted
+
+    def _long_case(self, model: Any, length: int) -> _Case:
+        """Return a row of ``length`` tokens and its first ones as a row of their own: the same results for those."""
+        if model.config._attn_implementation == EAGER:
+            length = min(length, _LONGEST_EAGER)
+        batch = _trial_rows(model, (length, min(_PREFIX, length // 4)), same=True)
+        return batch, self._alone(model, batch, [1])[1].expand(batch.tokens.shape), torch.zeros(1, dtype=torch.long)
+
+    def _why_not_packed(self, model: Any, cases: Sequence[_Case], dtype: torch.dtype) -> str:
         trial, before = _TrialAttention(self._backend, self._context), model.config._attn_implementation
         AttentionInterface.register(_TRIAL, trial)
         model.config._attn_implementation = _TRIAL
+        share, why = PackShare() if self._context is None else self._context.share, ""
         try:
-            off = self._distance(model, batch, every, wanted)
+            for batch, wanted, _ in cases:
+                pack = make_pack(batch, torch.arange(batch.rows), device=self._backend.device(), share=share)
+                why = why or _why_wrong(model, trial, self._distance(model, pack, wanted), dtype)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError) as exc:  # a kernel, or a model, that refuses
             why = f"a pack is refused: {' '.join(str(exc).split())[:200]}"
-        else:
-            why = _why_wrong(model, trial, off, dtype)
         AttentionInterface.register(self._attention, PackedAttention(self._backend, self._context))
         model.config._attn_implementation = before if why else self._attention
         return why
 
-    def _distance(self, model: Any, batch: Batch, rows: torch.Tensor, wanted: torch.Tensor) -> float:
-        """Return the mean distance of a pack's log-probabilities from ``wanted``: the largest of the ranks'."""
-        share = PackShare() if self._context is None else self._context.share
-        pack = make_pack(batch, rows, device=self._backend.device(), share=share)
-        packed = self(model, pack)[0, : pack.trained_tokens].cpu()
-        off = 0.0  # the short pack may have no token for the last ranks
-        if pack.trained_tokens:
-            off = float((packed - wanted[pack.rows, pack.columns]).abs().mean())
+    def _require_independent(self, model: Any, cases: Sequence[_Case], dtype: torch.dtype) -> None:
+        for batch, wanted, rows in cases:
+            off = self._distance(model, self._rows(batch, rows), wanted)
+            if not off <= _TOLERANCE.get(dtype, _COARSE):
+                beside = "rows beside it" if len(rows) > 1 else f"tokens after it, in a row of {batch.tokens.shape[1]}"
+                raise ConfigError(
+                    f"{type(model).__name__} cannot be trained",
+                    why=f"the log-probability of a token depends on the {beside}: it changes by {off:.3g} in the mean, "
+                    "so the trainer would not compute the policy that the replicas sample from",
+                    fix="take an architecture with causal attention, and without limits or means over a whole batch",
+                )
+
+    def _distance(self, model: Any, part: MicroBatch, wanted: torch.Tensor) -> float:
+        """Return the mean distance of ``part``'s log-probabilities from ``wanted``: the largest of the ranks'."""
+        known = wanted[part.rows, part.columns]
+        each = (self(model, part)[0, : part.trained_tokens].cpu() - known).abs()[~known.isnan()]
+        off = float(each.mean()) if len(each) else 0.0  # a short pack may have no token for the last ranks
         if self._context is None:
             return off
         return self._context.largest(off if math.isfinite(off) else math.inf)
@@ -260,18 +292,17 @@ def _why_not_static(model: Any) -> str:
     if not uses_attention_interface(model):
         return "it does not use transformers' attention interface"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others:
-        return f"it has layers of {', '.join(sorted(others))}"
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rotary in _OF_LENGTH:
-        return f"its rotary embedding ({rotary}) depends on the longest row of a call"
-    return ""
+    return f"it has layers of {', '.join(sorted(others))}" if others else ""
 
 
-def _short_rows(model: Any) -> Batch:
-    vocabulary = model.config.get_text_config().vocab_size
-    lengths = torch.tensor(_SHORT)
-    places = torch.arange(max(_SHORT))
-    tokens = (torch.arange(len(_SHORT))[:, None] * 31 + places * 7 + 3) % vocabulary
-    mask = (places >= 1) & (places < lengths[:, None])
-    return Batch(tokens, mask, torch.zeros(tokens.shape), torch.zeros(len(_SHORT)))
+def _trial_rows(model: Any, lengths: Sequence[int], *, same: bool = False) -> Batch:
+    """Return rows of ``lengths``; with ``same``, of the same tokens, and only those of the last row count.
+
+    The number of tokens in a row comes from its mask, so a longer row has its last token, too.
+    """
+    vocabulary, count = model.config.get_text_config().vocab_size, len(lengths)
+    places, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+    tokens = ((torch.arange(count)[:, None] * (0 if same else 31)) + places * places * 5 + places * 7 + 3) % vocabulary
+    counted = torch.full_like(ends, lengths[-1]) if same else ends
+    mask = (places >= 1) & ((places < counted) | (places == ends - 1))
+    return Batch(tokens, mask, torch.zeros(tokens.shape), torch.zeros(count))

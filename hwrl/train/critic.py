@@ -87,9 +87,8 @@ class ValueModel(CausalModel):
         values = logits_at(model, part.places, **model_inputs(part))[:, 0].float()
         return torch.stack([values, torch.zeros_like(values)])
 
-    def _distance(self, model: Any, batch: Batch, rows: torch.Tensor, wanted: torch.Tensor) -> float:
-        size = float(wanted[batch.mask].abs().mean())  # a new critic's are small
-        return super()._distance(model, batch, rows, wanted) / (size or 1.0)
+    def _distance(self, model: Any, part: MicroBatch, wanted: torch.Tensor) -> float:
+        return super()._distance(model, part, wanted) / (float(wanted.abs().nanmean()) or 1.0)  # a new critic's is small
 
 
 class CriticEngine(FsdpEngine):

@@ -79,7 +79,9 @@ class FsdpEngine(PolicyEngine):
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # once a run
         directory = settings.model_directory
-        model, reader = open_model(directory, group=group, backend=backend, level=self._level)
+        model, reader = open_model(
+            directory, group=group, backend=backend, level=self._level, max_length=settings.max_length
+        )
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         self._saved = SavedNames.of(model)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -101,7 +103,7 @@ class FsdpEngine(PolicyEngine):
         if self._trained:
             self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
         self._causal = self._calls(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
-        self._causal.prove(self.compute_model, dtype=settings.dtype)
+        self._causal.prove(self.compute_model, dtype=settings.dtype, max_length=settings.max_length)
         if self.sharded is not None:
             self.sharded.reshard()
         self._prepare_layers(layers)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, Shard
 
-from hwrl.errors import DataError
+from hwrl.errors import ConfigError, DataError
 from hwrl.interfaces import Backend
 from hwrl.lora import adapter_name, base_name
 from hwrl.model_files import ModelFiles
@@ -34,20 +34,20 @@ class WeightReader(Protocol):
 
 
 def open_model(
-    directory: Path, *, group: Group | None, backend: Backend, level: int = logging.WARNING
+    directory: Path, *, group: Group | None, backend: Backend, level: int = logging.WARNING, max_length: int | None = None
 ) -> tuple[Any, WeightReader]:
     """Return the model in ``directory`` on the meta device, in float32, and the reader of its weights.
 
-    The model is in evaluation mode. Each rank of ``group`` reads its own parts from safetensors files. If a rank has no
+    ``max_length`` is that of :func:`~hwrl.models.build_model`. The model is in evaluation mode. Each rank of ``group`` reads its own parts from safetensors files. If a rank has no
     such files, or transformers must convert them, the first rank loads the whole model, and each read is a broadcast.
     Then all ranks must read the same names in the same order. A log line at ``level`` says so. Collective; raises
     DataError on all ranks if the files do not fit the model.
     """
     model, files, error = None, None, None
     try:
-        model = build_meta_model(directory, dtype=torch.float32).eval()
+        model = build_meta_model(directory, dtype=torch.float32, max_length=max_length).eval()
         files = ModelFiles(directory, model)
-    except DataError as exc:
+    except (ConfigError, DataError) as exc:
         error = exc
     raise_on_all_ranks(error, group, backend, directory=directory)
     assert files is not None, "there was no error"

@@ -29,6 +29,7 @@ def engine_settings(config: Config) -> EngineSettings:
         lora=config.model.lora,
         seed=config.seed,
         context_parallel=config.train.context_parallel,
+        max_length=config.max_model_len,
         **config.optimizer.model_dump(),
     )
 
