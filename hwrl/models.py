@@ -25,6 +25,7 @@ from hwrl.memory import own_memory
 
 __all__ = [
     "EAGER",
+    "attention_of",
     "build_meta_model",
     "build_model",
     "encode_prompt",
@@ -73,7 +74,7 @@ def build_model(directory: Path, *, dtype: torch.dtype, max_length: int | None =
         config.get_text_config().update(rope_changes(config, max_length=max_length))
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=False
             )
         model.generation_config = load_generation_config(directory)
         model.tie_weights()
@@ -90,7 +91,7 @@ def build_meta_model(directory: Path, *, dtype: torch.dtype, max_length: int | N
         return build_model(directory, dtype=dtype, max_length=max_length)
 
 
-def _attention(config: Any) -> str:
+def attention_of(config: Any) -> str:
     """Return transformers' attention for ``config``: the one without torch's kernel where only it is right."""
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return "sdpa" if getattr(kind, "_supports_sdpa", True) else EAGER
@@ -119,7 +120,8 @@ def rope_changes(config: Any, *, max_length: int | None, always: bool = False) -
             size, factor = int(head * rope.get("partial_rotary_factor", 1.0)), rope["factor"]
             stretch = factor * max(longest, most) / most - (factor - 1)
             base = rope["rope_theta"] * stretch ** (size / (size - 2))
-            changed[name] = {**rope, "rope_type": "default", "rope_theta": base}
+            plain = {key: value for key, value in rope.items() if key != "factor"}
+            changed[name] = {**plain, "rope_type": "default", "rope_theta": base}
     if not changed:
         return {}
     parameters = {**kinds, **changed} if nested else changed[""]
@@ -138,8 +140,8 @@ def _require_positions(directory: Path, model: Any, max_length: int | None) -> N
         key = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ConfigError(
             f"the model in {directory} has no positions for the run's longest row",
-            why=f"a prompt with its response may have {max_length} tokens, and its config.json has {key}={most}, the rows "
-            f"of {tables[0]}",
+            why=f"a prompt with its response may have {max_length} tokens, and its config.json has {key}={most}, the "
+            f"rows of {tables[0]}",
             fix=f"lower data.max_prompt_tokens and rollout.max_new_tokens (or rollout.max_model_len) to at most {most} "
             "in all",
         )
@@ -244,7 +246,7 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
-            attn_implementation=_attention(load_model_config(directory)),
+            attn_implementation=attention_of(load_model_config(directory)),
             ignore_mismatched_sizes=True,  # ``found`` lists them; the error would not
             output_loading_info=True,
         )

@@ -71,16 +71,15 @@ class _Running:
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Generates with ``model``, any ``AutoModelForCausalLM`` with full or sliding attention, for ``max_running`` requests.
+    """Generates with ``model``, an ``AutoModelForCausalLM`` with full or sliding attention.
 
-    A prompt and its response have at most ``max_length`` tokens. The first step allocates memory for all slots. The
-    engine owns the model, writes new weights into its parameters and buffers, and generates only after the first. It
-    raises EngineError for a model with other layers, or with rotary frequencies that change within ``max_length``
-    tokens. Weights come under the names in the
-    model's files, each expert by itself, into its part of the model's parameter. A model with an adapter
-    (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
-    ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself. The samples of a group share
-    the pass over their prompt.
+    At most ``max_running`` requests run. A prompt and its response have at most ``max_length`` tokens. The first step
+    allocates memory for all slots. The engine owns the model, writes new weights into its parameters and buffers, and
+    generates only after the first. It raises EngineError for a model with other layers, or with rotary frequencies that
+    change within ``max_length`` tokens. Weights come under the names in the model's files, each expert by itself, into
+    its part of the model's parameter. A model with an adapter (:func:`~hwrl.lora.add_adapter`) gets its weights as base
+    and adapter. A forward pass takes at most ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a
+    pass by itself. The samples of a group share the pass over their prompt.
 
     A sleep of level 2 keeps the buffers outside a checkpoint, because no trainer sends them.
 
@@ -367,7 +366,7 @@ class EmbeddedEngine(RolloutEngine):
 
         ``mask`` tells for each new token (``positions``) which positions it sees, but for a sliding window.
         """
-        masks = {kind: mask for kind in self._kinds}
+        masks = dict.fromkeys(self._kinds, mask)
         if self._window is not None:
             places = torch.arange(mask.shape[-1], device=self._device)
             masks[_SLIDING] = mask & (places > positions[: len(mask), None, :, None] - self._window)
@@ -394,26 +393,35 @@ class EmbeddedEngine(RolloutEngine):
         self._cache = SlotCache(slots=len(lengths), length=used, device=self._device)
         rows, positions = slice(0, len(lengths)), places.expand(len(lengths), used)
         try:
+            plain = [self.model(tokens[row, : length + 1][None], use_cache=False) for row, length in enumerate(lengths)]
             self._cache.place(rows, positions[:, :-1], used - 1)
             causal = (places[:-1] <= places[:-1, None])[None, None]
             first = self._last_logits(tokens[:, :-1], positions[:, :-1], causal, last - 1)
             self._cache.place(rows, last[:, None], used)
             seen = (places <= last[:, None])[:, None, None]
             second = self._last_logits(tokens.gather(1, last[:, None]), last[:, None], seen, torch.zeros_like(last))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exc:  # a model of another kind may raise anything
+            raise self._unsuited(f"it refuses the engine's masks or cache: {exc!r}") from exc
         finally:
             self._cache = own
         found = torch.stack([first, second], 1).float().log_softmax(-1)
-        plain = [self.model(tokens[row, : length + 1][None], use_cache=False) for row, length in enumerate(lengths)]
         wanted = torch.stack([one.logits[0, -2:] for one in plain]).float().log_softmax(-1)
         off = float((found.exp() * (found - wanted)).sum(-1).abs().max())
         if not off <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
-            raise EngineError(
-                f"the embedded engine cannot generate with {type(self.model).__name__}",
-                why=f"its next token beside other rows has another distribution than alone, by {off:.3g} nats: the model "
-                "reads the engine's masks or positions in another way",
-                fix="take another architecture, or another rollout.engine",
+            raise self._unsuited(
+                f"its next token beside other rows has another distribution than alone, by {off:.3g} nats: it "
+                "reads the engine's masks or positions in another way"
             )
         self._proven = True
+
+    def _unsuited(self, why: str) -> EngineError:
+        return EngineError(
+            f"the embedded engine cannot generate with {type(self.model).__name__}",
+            why=why,
+            fix="take another architecture, or another rollout.engine",
+        )
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
         """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
@@ -524,7 +532,8 @@ def _attention_kinds(config: Any, *, max_length: int) -> tuple[list[str], int | 
     if others:
         raise EngineError(
             "the embedded engine cannot generate with this model",
-            why=f"it serves full and sliding attention; the model ({config.model_type}) has layers of the kinds {others}",
+            why=f"it serves full and sliding attention; the model ({config.model_type}) has layers of the kinds "
+            f"{others}",
             fix="take a model with such attention in every layer, or another rollout.engine",
         )
     if rope_changes(config, max_length=max_length):

@@ -147,7 +147,8 @@ class CausalModel:
             if max_length is not None and max_length > 2 * max(_SHORT):
                 cases.append(self._long_case(model, max_length))
             why = _why_not_static(model) or self._why_not_packed(model, cases, dtype)
-            self._require_independent(model, cases, dtype)
+            if not (why and self._context is not None):
+                self._require_independent(model, cases, dtype)
         self.packs = not why
         if why and self._context is not None:
             raise ConfigError(

@@ -88,7 +88,9 @@ class ValueModel(CausalModel):
         return torch.stack([values, torch.zeros_like(values)])
 
     def _distance(self, model: Any, part: MicroBatch, wanted: torch.Tensor) -> float:
-        return super()._distance(model, part, wanted) / (float(wanted.abs().nanmean()) or 1.0)  # a new critic's is small
+        return super()._distance(model, part, wanted) / (
+            float(wanted.abs().nanmean()) or 1.0
+        )  # a new critic's is small
 
 
 class CriticEngine(FsdpEngine):

@@ -34,14 +34,19 @@ class WeightReader(Protocol):
 
 
 def open_model(
-    directory: Path, *, group: Group | None, backend: Backend, level: int = logging.WARNING, max_length: int | None = None
+    directory: Path,
+    *,
+    group: Group | None,
+    backend: Backend,
+    level: int = logging.WARNING,
+    max_length: int | None = None,
 ) -> tuple[Any, WeightReader]:
     """Return the model in ``directory`` on the meta device, in float32, and the reader of its weights.
 
-    ``max_length`` is that of :func:`~hwrl.models.build_model`. The model is in evaluation mode. Each rank of ``group`` reads its own parts from safetensors files. If a rank has no
-    such files, or transformers must convert them, the first rank loads the whole model, and each read is a broadcast.
-    Then all ranks must read the same names in the same order. A log line at ``level`` says so. Collective; raises
-    DataError on all ranks if the files do not fit the model.
+    ``max_length`` is that of :func:`~hwrl.models.build_model`. The model is in evaluation mode. Each rank of ``group``
+    reads its own parts from safetensors files. If a rank has no such files, or transformers must convert them, the
+    first rank loads the whole model, and each read is a broadcast. Then all ranks must read the same names in the same
+    order. A log line at ``level`` says so. Collective; raises DataError on all ranks if the files do not fit the model.
     """
     model, files, error = None, None, None
     try:

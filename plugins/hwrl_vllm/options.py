@@ -106,6 +106,22 @@ def engine_arguments(
     }
 
 
+def rope_arguments(settings: RolloutSettings) -> dict[str, Any]:
+    """Return the engine arguments for the trainer's rotary frequencies, where vLLM would take others.
+
+    vLLM stretches "dynamic" frequencies for all rows, as for the longest that they allow. Its "longrope" depends on
+    ``max_model_len``, as the trainer's does on the run's longest row.
+    """
+    from hwrl.models import load_model_config, rope_changes
+
+    config = load_model_config(settings.model_directory)
+    text = config.get_text_config()
+    changes = rope_changes(text, max_length=settings.max_length, always=True)
+    if not changes:
+        return {}
+    return {"hf_overrides": changes if text is config else {"text_config": changes}}
+
+
 def check_options(options: Mapping[str, Any], *, known: Collection[str] | None) -> None:
     """Raise ConfigError for an option that hwrl sets or refuses, and for one that is not ``known``.
 

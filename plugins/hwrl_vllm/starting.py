@@ -13,7 +13,7 @@ from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
 from hwrl.interfaces import RolloutSettings, Sampling
 from hwrl_vllm.causes import Causes
 from hwrl_vllm.lora import require_dtype
-from hwrl_vllm.options import engine_arguments, keys_in
+from hwrl_vllm.options import engine_arguments, keys_in, rope_arguments
 from hwrl_vllm.orphans import OWNER
 
 _PLUGINS = "VLLM_PLUGINS"
@@ -87,6 +87,7 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
     _require_sleep_mode(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, known=known)
+    arguments |= rope_arguments(settings)
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
 
 

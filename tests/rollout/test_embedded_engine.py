@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
 
+import hwrl
 from hwrl.errors import EngineError
-from hwrl.interfaces import GenerationRequest, Response, Sampling
+from hwrl.interfaces import Batch, EngineSettings, GenerationRequest, Response, RolloutSettings, Sampling
+from hwrl.models import build_model, load_model
 from hwrl.rollout import EmbeddedEngine
 from hwrl.saved_names import saved_weights
+from hwrl.train import FsdpEngine
+from tests.support.packed_models import SIZES, random_model
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 
@@ -181,23 +197,106 @@ def test_persistent_buffers_come_with_the_weights() -> None:
     assert model.scale.item() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"sliding_window": 8, "layer_types": None}, "sliding window of 8 tokens"),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "sliding window of 8 tokens"),
-        ({"sliding_window": None, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, None),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "full_attention"]}, None),
-    ],
-)
-def test_a_model_that_does_not_see_everything_is_refused(settings: dict[str, Any], fault: str | None) -> None:
+def test_a_model_with_layers_of_another_kind_is_refused() -> None:
     model = tiny_model()
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    refusal = pytest.raises(EngineError, match=fault) if fault else contextlib.nullcontext()
-    with refusal:
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(EngineError, match="layers of the kinds \\['linear_attention'\\]"):
         EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=24)
+
+
+SLIDING = "sliding_attention"
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+CAPPED: dict[str, Any] = {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}
+GPT: dict[str, Any] = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_positions": 64, "initializer_range": 0.4}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 6.0, 9.0]}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+SERVED: dict[str, PretrainedConfig] = {
+    "a-window": MistralConfig(**SIZES, **WINDOW),
+    "a-window-beside-full-attention": Gemma3TextConfig(**SIZES, **WINDOW, layer_types=[SLIDING, "full_attention"]),
+    "capped-scores": Gemma2Config(**SIZES, **CAPPED),
+    "sinks": GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-j": GPTJConfig(**GPT, n_head=2, rotary_dim=8),
+    "mpt": MptConfig(vocab_size=48, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.4),
+    "longrope": Phi3Config(
+        **{**SIZES, "head_dim": 8}, max_position_embeddings=64, rope_parameters={**LONGROPE, **FACTORS}
+    ),
+    "dynamic-rope": LlamaConfig(**SIZES, max_position_embeddings=16, rope_parameters=DYNAMIC),
+}
+REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+    "bloom": (
+        BloomConfig(vocab_size=48, hidden_size=32, n_layer=2, n_head=4),
+        "it refuses the engine's masks or cache",
+    ),
+    "gpt-neo": (
+        GPTNeoConfig(
+            vocab_size=48,
+            hidden_size=32,
+            num_layers=2,
+            attention_types=[[["global", "local"], 1]],
+            num_heads=2,
+            window_size=8,
+            initializer_range=0.4,
+        ),
+        "its next token beside other rows has another distribution than alone",
+    ),
+}
+
+
+def started(config: PretrainedConfig, directory: Path, *, max_length: int) -> tuple[EmbeddedEngine, Any]:
+    """Return an engine of a run, and a model with its weights whose rows are computed one by one."""
+    random_model(config).save_pretrained(directory)
+    settings = RolloutSettings(
+        model_directory=directory, dtype=torch.float32, eos_ids=[47], max_running=4, max_length=max_length
+    )
+    engine = EmbeddedEngine.from_settings(settings, backend=hwrl.get_backend())
+    alone = build_model(directory, dtype=torch.float32, max_length=max_length).eval()
+    alone.load_state_dict(load_model(directory, dtype=torch.float32).state_dict())
+    engine.load_weights(((name, one.clone()) for name, one in saved_weights(alone)[0].items()), version=0)
+    return engine, alone
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_rows_beside_others_have_the_numbers_of_rows_alone_and_of_the_trainer(name: str, tmp_path: Path) -> None:
+    engine, alone = started(SERVED[name], tmp_path, max_length=30)
+    random = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(number, random.integers(1, 47, size=prompt).astype(np.int32), Sampling(new))
+        for number, (prompt, new) in enumerate([(3, 20), (20, 9), (5, 25), (12, 12), (1, 29), (25, 4)])
+    ]
+    responses = generate(engine, requests)
+    rows = torch.zeros(6, 30, dtype=torch.long)
+    mask = torch.zeros(6, 30, dtype=torch.bool)
+    for row, request in enumerate(requests):
+        response = responses[row]
+        wanted = logprobs_of(alone, request, response, temperature=1.0)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=2e-5)
+        begin, end = len(request.prompt_ids), len(request.prompt_ids) + len(response.token_ids)
+        rows[row, :begin], rows[row, begin:end] = (
+            torch.from_numpy(one) for one in (request.prompt_ids, response.token_ids)
+        )
+        mask[row, begin:end] = True
+    settings = EngineSettings(model_directory=tmp_path, learning_rate=1e-3, total_steps=1, max_length=30)
+    trainer = FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
+    trained = trainer.logprobs(Batch(rows, mask, torch.zeros(6, 30), torch.zeros(6)))
+    sampled = np.concatenate([responses[row].logprobs for row in range(6)])
+    np.testing.assert_allclose(trained[mask].numpy(), sampled, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_reads_masks_in_another_way_is_refused_before_its_first_token(name: str, tmp_path: Path) -> None:
+    config, why = REFUSED[name]
+    engine, _ = started(config, tmp_path, max_length=30)
+    engine.submit([GenerationRequest(0, np.array([5], dtype=np.int32), Sampling(4))])
+    with pytest.raises(EngineError, match=f"cannot generate with \\w+ForCausalLM(.|\\n)*{why}"):
+        engine.step()
+
+
+def test_a_model_whose_rotation_would_change_with_the_longest_row_is_refused() -> None:
+    model = random_model(SERVED["dynamic-rope"])
+    EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=16)
+    with pytest.raises(EngineError, match="rotary frequencies would depend on the longest of the running rows"):
+        EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=17)
 
 
 def test_tied_weights_may_come_under_one_of_their_names() -> None:

@@ -130,8 +130,8 @@ def test_a_model_with_code_of_its_own_for_attention_is_not_divided() -> None:
 
 def test_a_model_with_another_attention_is_refused() -> None:
     model = tiny_model()
-    model.set_attn_implementation("eager")
-    with pytest.raises(EngineError, match="its attention is eager, and the engine makes masks for sdpa"):
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(EngineError, match="its attention is flex_attention, and the engine makes masks for sdpa and"):
         engine_of(model)
 
 

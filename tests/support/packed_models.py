@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from hwrl.models import attention_of
+
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -50,16 +52,21 @@ def random_model(config: PretrainedConfig) -> Any:
     """Return a model of ``config``, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config)).eval()
 
 
 class Leaking(torch.nn.Module):
-    """A layer whose tokens see the token before, in another row too."""
+    """A layer whose tokens see the token before, in a pack also that of another row.
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    With ``wraps`` the first token sees the last one.
+    """
+
+    def __init__(self, layer: torch.nn.Module, *, wraps: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.wraps = layer, wraps
 
     def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        seen: torch.Tensor = self.layer(hidden + hidden.roll(1, 1), **inputs)
+        before = hidden.roll(1, 1)
+        before[:, 0] *= self.wraps
+        seen: torch.Tensor = self.layer(hidden + before, **inputs)
         return seen

@@ -387,7 +387,7 @@ def prove_a_leak(rank: int, address: str) -> str:
     assert group is not None
     model = random_model(PACKED["qwen3"])
     if rank == 1:
-        model.model.layers[0] = Leaking(model.model.layers[0])
+        model.model.layers[0] = Leaking(model.model.layers[0], wraps=True)
     context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=600.0)
     with pytest.raises(ConfigError) as caught:
         CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(), context=context).prove(
