@@ -12,9 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPTJConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
-from hwrl.errors import DataError
-from hwrl.models import build_model, cache_argument, load_generation_config, load_model, load_tokenizer, vocabulary_size
+from hwrl.errors import ConfigError, DataError
+from hwrl.models import (
+    build_meta_model,
+    build_model,
+    cache_argument,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    vocabulary_size,
+)
 from hwrl.run.demo import write_demo
 
 
@@ -145,3 +154,29 @@ def test_the_cache_has_the_name_of_the_installed_transformers(demo: Path) -> Non
     model = load_model(demo, dtype=torch.float32)
     with torch.inference_mode():
         model(torch.tensor([[3, 4]]), **{cache_argument(model): None})
+
+
+SIZES = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+GPT = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 20}
+TABLES: dict[str, tuple[PretrainedConfig, str]] = {
+    "learned": (GPT2Config(**GPT), r"n_positions=20, the rows of transformer\.wpe\.weight"),
+    "learned, with an offset": (
+        OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=20),
+        r"max_position_embeddings=20, the rows of model\.decoder\.embed_positions\.weight",
+    ),
+    "computed": (GPTJConfig(**GPT, rotary_dim=8), r"n_positions=20, the rows of .*embed_positions"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_model_without_positions_for_the_longest_row_is_refused_by_the_limits_name(name: str, tmp_path: Path) -> None:
+    config, why = TABLES[name]
+    config.save_pretrained(tmp_path)
+    build_meta_model(tmp_path, dtype=torch.float32, max_length=20)
+    with pytest.raises(ConfigError, match=rf"may have 21 tokens, and its config\.json has {why}(.|\n)*max_new_tokens"):
+        build_meta_model(tmp_path, dtype=torch.float32, max_length=21)
+
+
+def test_rotation_has_positions_for_any_row(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, intermediate_size=48, max_position_embeddings=20).save_pretrained(tmp_path)
+    build_meta_model(tmp_path, dtype=torch.float32, max_length=21)

@@ -233,6 +233,13 @@ def _eos_ids(model_directory: Path, tokenizer: Any) -> list[int]:
             why="neither its tokenizer nor its generation settings name one",
             fix="set eos_token_id in the model directory's generation_config.json",
         )
+    vocabulary = vocabulary_size(model_directory)
+    if max(ids) >= vocabulary:
+        raise ConfigError(
+            "the model can never generate its end-of-sequence token",
+            why=f"token {max(ids)} ends a response, and the model has {vocabulary} tokens (vocab_size in config.json)",
+            fix="set eos_token_id in the model directory's generation_config.json and tokenizer files",
+        )
     return sorted(ids)
 
 

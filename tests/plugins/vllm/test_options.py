@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import hwrl_npu
 from hwrl.discovery import Registry, get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutSettings
+from hwrl.models import build_model
 from hwrl_vllm.lora import lora_arguments
-from hwrl_vllm.options import engine_arguments, keys_in
+from hwrl_vllm.options import engine_arguments, keys_in, rope_arguments
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
@@ -79,6 +81,24 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write(monkeypatc
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     with pytest.raises(ConfigError, match="VLLM_ASCEND_ENABLE_NZ=1 cannot be used with hwrl"):
         on_npus({})
+
+
+@pytest.mark.parametrize(("max_length", "base"), [(16, 1e4), (40, 48760.54616817902)])
+def test_vllm_rotates_as_the_trainer_does(max_length: int, base: float, tmp_path: Path) -> None:
+    """vLLM itself would stretch dynamic frequencies for all rows; its longrope depends on max_model_len as hwrl's."""
+    sizes = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    LlamaConfig(**sizes, rope_parameters=rope, max_position_embeddings=16).save_pretrained(tmp_path)
+    settings = dataclasses.replace(SETTINGS, model_directory=tmp_path, max_length=max_length)
+    assert rope_arguments(settings) == {
+        "hf_overrides": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": pytest.approx(base)},
+            "max_position_embeddings": max_length,
+        }
+    }
+    trainer = build_model(tmp_path, dtype=torch.float32, max_length=max_length).model.rotary_emb.inv_freq
+    wanted = pytest.approx([base ** (-step / 8) for step in range(8)], rel=1e-5)
+    assert trainer.tolist() == wanted
 
 
 @pytest.mark.parametrize(
