@@ -240,19 +240,35 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     fill a missing tensor with random numbers.
     """
     require_no_adapter(directory)
+    config = _dequantized(load_model_config(directory))
     with translated_errors(directory):
         model, found = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
-            attn_implementation=attention_of(load_model_config(directory)),
+            attn_implementation=attention_of(config),
             ignore_mismatched_sizes=True,  # ``found`` lists them; the error would not
             output_loading_info=True,
         )
     _require_complete(directory, model, found)
+    if any(not one.is_floating_point() or one.itemsize == 1 for one in model.parameters()):
+        raise _unusable(
+            directory,
+            "its weights are quantized in a way that transformers does not undo on this machine",
+            what="model",
+            fix="save it without quantization",
+        )
     own_memory(model)  # it is mapped from the file, and could not be offloaded
     return model
+
+
+def _dequantized(config: Any) -> Any:
+    """Let transformers undo the quantization of ``config``, if it has one; where a device has kernels, it would not."""
+    if isinstance(quantization := getattr(config, "quantization_config", None), dict):
+        quantization["dequantize"] = True
+    return config
 
 
 def require_no_adapter(directory: Path) -> None:
@@ -279,7 +295,7 @@ def require_loadable(directory: Path, model: Any, shapes: Mapping[str, Sequence[
     with translated_errors(directory):
         _, found = type(model).from_pretrained(
             None,
-            config=model.config,
+            config=_dequantized(load_model_config(directory)),
             dtype=model.dtype,
             state_dict=tensors,
             device_map={"": "meta"},
