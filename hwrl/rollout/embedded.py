@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from hwrl.discovery import backend_or_default
-from hwrl.errors import EngineError
 from hwrl.interfaces import (
     MEMORY_TAGS,
     Backend,
@@ -27,15 +26,7 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
-from hwrl.models import (
-    EAGER,
-    build_model,
-    cache_argument,
-    logits_at,
-    rope_changes,
-    use_working_experts,
-    uses_attention_interface,
-)
+from hwrl.models import build_model, use_working_experts
 from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
@@ -48,16 +39,13 @@ from hwrl.rollout.checks import (
     require_sleep,
     require_weights,
 )
-from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange, divided, require_attention
+from hwrl.rollout.row_ranges import RowDivider, RowDivision, RowRange, divided
 from hwrl.rollout.sampling import SlotSampler
+from hwrl.rollout.slot_calls import SlotCalls
 from hwrl.rollout.slots import SlotCache
 from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
 from hwrl.saved_names import saved_weights
 from hwrl.weights import CopyDestination, Destination, EngineReceiver, WeightLayout, whole_rules
-
-_SLIDING = "sliding_attention"
-_TRIAL = (7, 4, 300)
-"""The lengths of the prompts of the trial; the last one is longer than the local windows of old architectures."""
 
 _StateDict = Mapping[str, torch.Tensor]
 
@@ -101,10 +89,9 @@ class EmbeddedEngine(RolloutEngine):
         backend: Backend | None = None,
         decode: Decode | None = None,
     ) -> None:
-        require_attention(model)
-        self._kinds, self._window = _attention_kinds(model.config, max_length=max_length)
+        self._calls = SlotCalls(model.eval(), max_length=max_length)
         self.receivers = 1
-        self.model = model.eval()
+        self.model = model
         self._backend = backend_or_default(backend)
         self._base, self._adapter = saved_weights(model)
         self._receiver = EngineReceiver(0, backend=self._backend, make_destination=self._make_destination)
@@ -113,9 +100,6 @@ class EmbeddedEngine(RolloutEngine):
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
-        self._cache_argument = cache_argument(self.model)
-        self._adds_masks = self.model.config._attn_implementation == EAGER
-        self._can_divide = uses_attention_interface(self.model) and not self._adds_masks
         self._proven = True
         self._divider = RowDivider(launched=self._backend.supports(Capability.STREAMS).usable)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
@@ -182,7 +166,8 @@ class EmbeddedEngine(RolloutEngine):
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
         if not self._proven and self._waiting:
-            self._prove()
+            self._calls.prove(max_length=self._max_length)
+            self._proven = True
         started = self._start_waiting()
         running = len(self._slots) - started
         if running:
@@ -308,12 +293,12 @@ class EmbeddedEngine(RolloutEngine):
         mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
         self._cache.place(rows, last[:, None], used)
         with divided(self.model, division.ranges):
-            logits = self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last))
+            logits = self._calls(self._cache, tokens, last[:, None], mask, torch.zeros_like(last))
         self._sample(rows, logits)
 
     def _divide(self, rows: slice) -> RowDivision:
         lengths = self._length[rows].cpu().numpy()
-        if not self._can_divide:
+        if not self._calls.divisible:
             return RowDivision([RowRange(rows, int(lengths.max()))])
         return self._divider.divide(lengths, position_nbytes=self._cache.position_nbytes())
 
@@ -352,76 +337,14 @@ class EmbeddedEngine(RolloutEngine):
         positions = torch.arange(used, device=self._device).expand(len(lengths), used)
         causal = torch.ones(used, used, dtype=torch.bool, device=self._device).tril()
         self._cache.place(slice(rows.start, rows.start + len(copies)), positions, used)
-        logits = self._last_logits(self._tokens[firsts, :used].long(), positions, causal[None, None], lengths - 1)
+        logits = self._calls(
+            self._cache, self._tokens[firsts, :used].long(), positions, causal[None, None], lengths - 1
+        )
         if len(copies) < rows.stop - rows.start:
             prompts = torch.arange(len(copies), device=self._device).repeat_interleave(counts)
             self._cache.spread(rows, prompts, used)
             logits = logits[prompts]
         self._sample(rows, logits)
-
-    def _last_logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the model; return the logits (rows × vocabulary) of each row at its position ``last``.
-
-        ``mask`` tells for each new token (``positions``) which positions it sees, but for a sliding window.
-        """
-        masks = dict.fromkeys(self._kinds, mask)
-        if self._window is not None:
-            places = torch.arange(mask.shape[-1], device=self._device)
-            masks[_SLIDING] = mask & (places > positions[: len(mask), None, :, None] - self._window)
-        if self._adds_masks:
-            hidden = torch.finfo(self.model.dtype).min
-            masks = {kind: torch.where(one, 0.0, hidden).to(self.model.dtype) for kind, one in masks.items()}
-        return logits_at(
-            self.model,
-            torch.arange(len(tokens), device=self._device) * tokens.shape[1] + last,
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
-            use_cache=True,
-            **{self._cache_argument: self._cache},
-        )
-
-    def _prove(self) -> None:
-        """Raise EngineError if a prefill of several rows, or the next token of each, differs from plain calls."""
-        lengths = [max(1, min(length, self._max_length - 1)) for length in _TRIAL]
-        vocabulary, used = self.model.config.get_text_config().vocab_size, max(lengths) + 1
-        places = torch.arange(used, device=self._device)
-        tokens = ((places + 1) * (places + 2 + 31 * places[: len(lengths), None])) % vocabulary
-        own, last = self._cache, torch.tensor(lengths, device=self._device)
-        self._cache = SlotCache(slots=len(lengths), length=used, device=self._device)
-        rows, positions = slice(0, len(lengths)), places.expand(len(lengths), used)
-        try:
-            plain = [self.model(tokens[row, : length + 1][None], use_cache=False) for row, length in enumerate(lengths)]
-            self._cache.place(rows, positions[:, :-1], used - 1)
-            causal = (places[:-1] <= places[:-1, None])[None, None]
-            first = self._last_logits(tokens[:, :-1], positions[:, :-1], causal, last - 1)
-            self._cache.place(rows, last[:, None], used)
-            seen = (places <= last[:, None])[:, None, None]
-            second = self._last_logits(tokens.gather(1, last[:, None]), last[:, None], seen, torch.zeros_like(last))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as exc:  # a model of another kind may raise anything
-            raise self._unsuited(f"it refuses the engine's masks or cache: {exc!r}") from exc
-        finally:
-            self._cache = own
-        found = torch.stack([first, second], 1).float().log_softmax(-1)
-        wanted = torch.stack([one.logits[0, -2:] for one in plain]).float().log_softmax(-1)
-        off = float((found.exp() * (found - wanted)).sum(-1).abs().max())
-        if not off <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
-            raise self._unsuited(
-                f"its next token beside other rows has another distribution than alone, by {off:.3g} nats: it "
-                "reads the engine's masks or positions in another way"
-            )
-        self._proven = True
-
-    def _unsuited(self, why: str) -> EngineError:
-        return EngineError(
-            f"the embedded engine cannot generate with {type(self.model).__name__}",
-            why=why,
-            fix="take another architecture, or another rollout.engine",
-        )
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
         """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
@@ -517,29 +440,3 @@ def _entropy(seed: int, request: GenerationRequest) -> Any:
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of ``tensors``, a shared one once."""
     return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
-
-
-def _attention_kinds(config: Any, *, max_length: int) -> tuple[list[str], int | None]:
-    """Return the kinds of attention in the model's layers, and the sliding window if it hides tokens of a row.
-
-    Raises EngineError if the engine has no masks for a kind, or if rows would need several rotary frequencies.
-    """
-    window = getattr(config, "sliding_window", None)
-    kinds = sorted(set(getattr(config, "layer_types", None) or [_SLIDING if window else "full_attention"]))
-    if window is None or window >= max_length or _SLIDING not in kinds:
-        window = None
-    others = [kind for kind in kinds if kind not in ("full_attention", _SLIDING)]
-    if others:
-        raise EngineError(
-            "the embedded engine cannot generate with this model",
-            why=f"it serves full and sliding attention; the model ({config.model_type}) has layers of the kinds "
-            f"{others}",
-            fix="take a model with such attention in every layer, or another rollout.engine",
-        )
-    if rope_changes(config, max_length=max_length):
-        raise EngineError(
-            "the embedded engine cannot generate with this model",
-            why=f"its rotary frequencies would depend on the longest of the running rows, of up to {max_length} tokens",
-            fix="make the model with hwrl.models.build_model(..., max_length=...), which fixes them",
-        )
-    return (kinds if window is not None else kinds[:1]), window

@@ -19,9 +19,6 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 
-from hwrl.errors import EngineError
-from hwrl.models import EAGER
-
 _NAME = "hwrl_row_ranges"
 _WHOLE = "sdpa"
 """The attention in transformers that computes each range."""
@@ -130,17 +127,6 @@ def _reads(ranges: Sequence[RowRange]) -> int:
 
 
 _present: ContextVar[Sequence[RowRange]] = ContextVar("row_ranges", default=())
-
-
-def require_attention(model: Any) -> None:
-    """Raise EngineError if ``model`` has an attention for which the engine makes no masks."""
-    own = getattr(model.config, "_attn_implementation", None)
-    if own not in (None, _WHOLE, EAGER):
-        raise EngineError(
-            "the embedded engine cannot generate with this model",
-            why=f"its attention is {own}, and the engine makes masks for {_WHOLE} and {EAGER} attention",
-            fix=f"load the model with attn_implementation={_WHOLE!r}",
-        )
 
 
 @contextmanager
