@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import inspect
 import itertools
-import json
 import logging
 import pickle
 import re
@@ -28,7 +27,6 @@ __all__ = [
     "attention_of",
     "build_meta_model",
     "build_model",
-    "encode_prompt",
     "load_generation_config",
     "load_model",
     "load_model_config",
@@ -409,35 +407,6 @@ def use_chat_template(tokenizer: Any, template: str | None, *, options: Mapping[
                 fix="remove it, or correct its name",
             )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
-
-
-def encode_prompt(
-    tokenizer: Any, prompt: str | list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | str | None = None
-) -> tuple[str, list[int]]:
-    """Return the model's input as text and as token ids.
-
-    The tokenizer encodes a string and adds its special tokens. Its chat template turns messages and ``tools`` (JSON
-    schemas, or the JSON text of their list) into text, up to the start of the answer. Raises the template's own errors,
-    and ValueError without a template or for other ``tools``. A string has no place for ``tools``.
-    """
-    if isinstance(prompt, str):
-        return prompt, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tools=_tools(tools), tokenize=False, add_generation_prompt=True)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the special tokens
-
-
-def _tools(tools: Sequence[Mapping[str, Any]] | str | None) -> list[dict[str, Any]] | None:
-    """Return ``tools`` as chat templates take them; None for none. Raises ValueError if they are no schemas."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as exc:
-            raise ValueError(f"its tools are no JSON: {exc}") from exc
-    if not tools:
-        return None
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"its tools must be a list of JSON schemas, or the JSON text of one: {str(tools)[:80]!r}")
-    return [dict(tool) for tool in tools]
 
 
 def _require_directory(directory: Path) -> None:

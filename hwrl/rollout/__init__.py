@@ -11,6 +11,7 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.rollout.chat import ChatTokens as ChatTokens
+    from hwrl.rollout.chat import decode_text as decode_text
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
     from hwrl.rollout.checks import require_base as require_base
@@ -137,6 +138,7 @@ _MODULE_OF = {
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
+    "decode_text": "chat",
     "digest_rows": "rows",
     "embedded_memory": "memory",
     "environment": "environments",
@@ -215,6 +217,7 @@ __all__ = [
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
+    "decode_text",
     "digest_rows",
     "embedded_memory",
     "environment",

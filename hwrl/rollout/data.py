@@ -11,15 +11,17 @@ import numpy as np
 
 from hwrl.errors import DataError, message_of
 from hwrl.interfaces import Ints
+from hwrl.rollout.chat import TooLongError
 from hwrl.rollout.reward import check_columns
 from hwrl.rollout.rows import read_rows
 
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
-Encode = Callable[..., tuple[str, Sequence[int]]]
+Encode = Callable[..., "tuple[str, Sequence[int] | Ints]"]
 """Turns a prompt (a string or messages) into the model's input, as text and as token ids. If the row has a column
 ``tools``, the function gets it as ``tools=``."""
 
+_FIX_LENGTH = "drop or shorten the row, or raise data.max_prompt_tokens"
 _LIMIT = "max_new_tokens"
 """The column with a prompt's own limit on the tokens of a response."""
 
@@ -80,7 +82,7 @@ def load_prompts(
             raise DataError(
                 f"{place} has a prompt of {len(token_ids)} tokens",
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
-                fix="drop or shorten the row, or raise data.max_prompt_tokens",
+                fix=_FIX_LENGTH,
             )
         messages = None if isinstance(row[keys.prompt], str) else row[keys.prompt]
         others = keys.others(row)
@@ -135,10 +137,12 @@ def _is_message(value: Any) -> bool:
 def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) -> tuple[str, Ints]:
     try:
         text, token_ids = encode(prompt) if tools is None else encode(prompt, tools=tools)
+    except TooLongError as exc:
+        raise DataError(f"{place} has too long a prompt", why=f"{exc.what}: {exc.why}", fix=_FIX_LENGTH) from exc
     except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
         raise DataError(
             f"the prompt of {place} cannot be encoded",
-            why=message_of(exc),
+            why=f"{exc.what}: {exc.why}" if isinstance(exc, DataError) else message_of(exc),
             fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)

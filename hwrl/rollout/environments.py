@@ -9,10 +9,12 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Protocol
 
 from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Trajectory
+from hwrl.rollout.chat import ChatTokens, TooLongError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.policy_client import PolicyClient
 from hwrl.rollout.reward import metrics_of
@@ -72,12 +74,17 @@ def environment(
         trajectory = client.begin(prompt.token_ids)
         reward, turns, ended, cut = 0.0, 0, False, False
         while not ended and turns < max_turns:
-            if observation:
-                trajectory.add(client.chat.encode(observation))
+            try:
+                encode = partial(ChatTokens.encode, text=observation)
+                observed = await client.chat.off_loop(encode, characters=len(observation))
+            except TooLongError:
+                break
+            if len(observed):
+                trajectory.add(observed)
             if trajectory.room <= 0:
                 break
             response = await trajectory.generate()
-            text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            text = client.chat.decode(response.token_ids, special=False)
             observation, gained, terminated, cut, info = _checked(await env.call("step", text), make)
             reward, turns, ended = reward + gained, turns + 1, terminated or cut
         if not turns:

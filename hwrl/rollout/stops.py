@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import GenerationRequest, Sampling
+from hwrl.rollout.chat import decode_text
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, special tokens included."""
@@ -81,7 +82,6 @@ def text_decoder(model_directory: Path) -> Decode:
     def decode() -> Decode:
         from hwrl.models import load_tokenizer
 
-        tokenizer = load_tokenizer(model_directory)
-        return functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return functools.partial(decode_text, load_tokenizer(model_directory), special=True)
 
     return lambda token_ids: decode()(token_ids)

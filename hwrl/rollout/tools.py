@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from hwrl.errors import DataError, message_of, short_repr
 from hwrl.interfaces import ToolCall, Trajectory
+from hwrl.rollout.chat import ChatTokens, TooLongError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.environments import call_maybe_async
 from hwrl.rollout.policy_client import PolicyClient
@@ -52,8 +54,13 @@ def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeou
             for number, (text, _) in enumerate(results):
                 name = answer.tool_calls[number].name
                 messages.append({"role": "tool", "tool_call_id": f"call-{at}-{number}", "name": name, "content": text})
-            trajectory.add(client.chat.following(messages, at=at, said=response.token_ids, tools=schemas))
-            if trajectory.room <= 0:
+            follow = partial(ChatTokens.following, messages=messages, at=at, said=response.token_ids, tools=schemas)
+            try:
+                trajectory.add(await client.chat.off_loop(follow, characters=sum(len(text) for text, _ in results)))
+                too_long = trajectory.room <= 0
+            except TooLongError:
+                too_long = True
+            if too_long:
                 return trajectory.finish(metrics=counts, truncated=True)
 
     return converse

@@ -156,7 +156,9 @@ class WorkflowGenerator(SampleGenerator):
         self, engine: RolloutEngine, workflow: Workflow, *, tokenizer: Any, settings: WorkflowSettings
     ) -> None:
         self._engine, self._workflow, self._settings = engine, workflow, settings
-        self._chat = ChatTokens(tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools)
+        self._chat = ChatTokens(
+            tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools, max_length=settings.max_length
+        )
         self._server: EndpointServer | None = None
         self._runs: set[_GroupRun] = set()
         self._requests: deque[_Request] = deque()

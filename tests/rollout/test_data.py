@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import pytest
 import torch
 
 from hwrl.errors import ConfigError, DataError
-from hwrl.models import encode_prompt, load_tokenizer, use_chat_template
-from hwrl.rollout import PromptSet, PromptStream
+from hwrl.models import load_tokenizer, use_chat_template
+from hwrl.rollout import ChatTokens, PromptSet, PromptStream
 from hwrl.rollout.data import Messages, Prompt, check_vocabulary, load_prompts
 from hwrl.rollout.reward import load_reward, metrics_of
 from hwrl.run.demo import write_demo
@@ -105,7 +104,8 @@ def encoded(path: Path, tokenizer: Any, *rows: dict[str, object]) -> list[tuple[
     path.with_suffix(".jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
     files = [path.with_suffix(suffix) for suffix in (".jsonl", ".parquet")]
-    read = [load_prompts(file, encode=partial(encode_prompt, tokenizer), max_prompt_tokens=9) for file in files]
+    encode = ChatTokens(tokenizer, end_ids=()).encode_prompt
+    read = [load_prompts(file, encode=encode, max_prompt_tokens=9) for file in files]
     one, other = [
         [(p.text, tokenizer.convert_ids_to_tokens(p.token_ids.tolist())) for p in prompts] for prompts in read
     ]

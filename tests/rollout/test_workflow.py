@@ -42,11 +42,12 @@ def make() -> Iterator[Make]:
     """Return a maker of generators of a workflow on a counting engine; they are closed at the end."""
     made: list[WorkflowGenerator] = []
 
-    def generator_of(workflow: Workflow, *, engine: RolloutEngine | None = None, **settings: Any) -> WorkflowGenerator:
+    def generator_of(
+        workflow: Workflow, *, engine: RolloutEngine | None = None, tokenizer: Any = None, **settings: Any
+    ) -> WorkflowGenerator:
         chosen = {"group_size": 2, "max_samples": 8, "max_length": 12, "vocabulary": 100, "timeout_s": 5.0, **settings}
-        made.append(
-            WorkflowGenerator(engine or CountingEngine(), workflow, tokenizer=None, settings=WorkflowSettings(**chosen))
-        )
+        limits = WorkflowSettings(**chosen)
+        made.append(WorkflowGenerator(engine or CountingEngine(), workflow, tokenizer=tokenizer, settings=limits))
         return made[-1]
 
     yield generator_of
@@ -100,7 +101,7 @@ def test_the_workflow_of_the_page_takes_turns_until_it_is_right(
     names: dict[str, Any] = {}
     exec(compile(block, "workflows.md", "exec"), names)
     tokenizer = STYLES["chatml"].tokenizer()
-    generator = make(names["factory"](tokenizer=tokenizer, turns=3), max_length=64)
+    generator = make(names["factory"](tokenizer=tokenizer, turns=3), tokenizer=tokenizer, max_length=64)
     says_six = Prompt("", np.array([6], dtype=np.int32), answer)
     group = generator.start(says_six, Sampling(10), size=2)
     step_to_the_end(generator)

@@ -72,7 +72,8 @@ async def served(policy: ScriptedPolicy, *, host: str = "127.0.0.1") -> AsyncIte
 
 
 def chatml_policy(*texts: str, **fields: Any) -> ScriptedPolicy:
-    return ScriptedPolicy(STYLES["chatml"].chat(), [text + "<|im_end|>" for text in texts], **fields)
+    chat = STYLES["chatml"].chat(max_length=fields.get("max_length", ScriptedPolicy.max_length))
+    return ScriptedPolicy(chat, [text + "<|im_end|>" for text in texts], **fields)
 
 
 @dataclass

@@ -95,9 +95,10 @@ class Style:
         tokenizer.chat_template = self.template
         return tokenizer
 
-    def chat(self) -> ChatTokens:
+    def chat(self, *, max_length: int | None = None) -> ChatTokens:
         tokenizer = self.tokenizer()
-        return ChatTokens(tokenizer, end_ids=tokenizer.convert_tokens_to_ids(list(self.ends)))
+        ends = tokenizer.convert_tokens_to_ids(list(self.ends))
+        return ChatTokens(tokenizer, end_ids=ends, max_length=max_length)
 
 
 _TURN_ENDS = ("<|eot|>", "<|eom|>")

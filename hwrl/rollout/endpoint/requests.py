@@ -25,6 +25,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Unsupported parameters, each with the values that are accepted because they change nothing."""
+_MOST_PARTS, _MOST_STOPS = 1 << 14, 64
+"""The most messages or tools, and the most stops, of a request: each new token is compared with all stops."""
+_Stop = Annotated[str, Field(max_length=1000)]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 Asked = TypeVar("Asked", bound="GenerationFields")
 
@@ -60,8 +63,8 @@ class GenerationFields(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -113,8 +116,8 @@ class GenerationFields(BaseModel):
 class ChatRequest(GenerationFields):
     """The body of a request to ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] = []
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MOST_PARTS)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MOST_PARTS)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=1)] = 0

@@ -27,7 +27,7 @@ from hwrl.rollout.endpoint.answers import AnswerFormat
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
 from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
 
-_MAX_BODY_NBYTES = 1 << 26
+_MAX_BODY_NBYTES = 1 << 24
 _KEEP_ALIVE_S = 75
 HEADER_S = 20.0
 """A connection is closed if the header of a request is not complete after this time."""
@@ -146,8 +146,8 @@ class EndpointServer:
 
     async def _chat(self, request: Request) -> HttpResponse:
         endpoint = self._endpoint(request)
-        asked = read_request(ChatRequest, await _body(request))
-        return await _answer(request, endpoint, endpoint.chat(asked), stream=asked.stream)
+        asked = read_request(ChatRequest, body := await _body(request))
+        return await _answer(request, endpoint, endpoint.chat(asked, nbytes=len(body)), stream=asked.stream)
 
     async def _complete(self, request: Request) -> HttpResponse:
         endpoint = self._endpoint(request)

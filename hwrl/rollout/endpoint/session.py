@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints, Response, Sampling, Trajectory
-from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.chat import ChatTokens, TooLongError
 from hwrl.rollout.endpoint.answers import AnswerChoice, AnswerFormat, ChatFormat, CompletionFormat
 from hwrl.rollout.endpoint.conversations import Conversations, Turn, chat_keys, said_message
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
@@ -22,6 +24,16 @@ _numbers = itertools.count(1)
 Record: TypeAlias = Callable[[], None]
 Answered: TypeAlias = tuple[AnswerFormat, Record]
 """The answers to a request, and a function that records them. The server calls it when it sends them."""
+
+
+@contextlib.contextmanager
+def _refused(param: str) -> Iterator[None]:
+    """Let a DataError in the block be one of the request's parameter ``param``."""
+    try:
+        yield
+    except DataError as exc:
+        code = "context_length_exceeded" if isinstance(exc, TooLongError) else None
+        raise EndpointError(f"{exc.what}: {exc.why}", param=param, code=code) from exc
 
 
 class Generates(Protocol):
@@ -81,14 +93,12 @@ class Endpoint:
             task.cancel()
         return task
 
-    async def chat(self, asked: ChatRequest) -> Answered:
-        """Return the answers to a chat request; :meth:`start` runs this. Raises EndpointError."""
+    async def chat(self, asked: ChatRequest, *, nbytes: int) -> Answered:
+        """Return the answers to a chat request of ``nbytes``; :meth:`start` runs this. Raises EndpointError."""
         tools, options = asked.tools, asked.chat_template_kwargs
         keys = chat_keys(asked.messages, tools=tools, options=options)
-        try:
-            before, context_ids = self._chat_context(asked, keys)
-        except DataError as exc:
-            raise EndpointError(f"{exc.what}: {exc.why}", param="messages") from exc
+        with _refused("messages"):
+            before, context_ids = await self._chat.off_loop(partial(self._chat_context, asked, keys), characters=nbytes)
         choices = []
         for turn in await self._generate(asked, before, context_ids):
             parsed = self._chat.read(turn.response, tools=tools if asked.tool_choice == "auto" else ())
@@ -100,7 +110,12 @@ class Endpoint:
     async def complete(self, asked: CompletionRequest) -> Answered:
         """Return the answers to a completion request; :meth:`start` runs this. Raises EndpointError."""
         prompt = asked.prompt
-        before, context_ids = self._text_context(prompt) if isinstance(prompt, str) else self._ids_context(prompt)
+        if isinstance(prompt, str):
+            with _refused("prompt"):
+                context = partial(self._text_context, prompt)
+                before, context_ids = await self._chat.off_loop(context, characters=len(prompt))
+        else:
+            before, context_ids = self._ids_context(prompt)
         turns = await self._generate(asked, before, context_ids)
         choices = [AnswerChoice(turn, self._chat.read(turn.response)) for turn in turns]
         keys = [self._text_key(prompt, choice) if isinstance(prompt, str) else object() for choice in choices]
@@ -123,22 +138,22 @@ class Endpoint:
 
     # -- contexts: the turn before the request, and the tokens that others added after it ----------------------------
 
-    def _chat_context(self, asked: ChatRequest, keys: Sequence[Hashable]) -> tuple[Turn | None, Ints]:
+    def _chat_context(self, asked: ChatRequest, keys: Sequence[Hashable], chat: ChatTokens) -> tuple[Turn | None, Ints]:
         messages, tools, options = asked.messages, asked.tools, asked.chat_template_kwargs
         for at in reversed(range(len(messages))):
             before = self._conversations.find(keys[at + 1])
             if before is not None:
                 said = before.response.token_ids
-                return before, self._chat.following(messages, at=at, said=said, tools=tools, options=options)
-        return None, self._chat.prompt(messages, tools=tools, options=options)
+                return before, chat.following(messages, at=at, said=said, tools=tools, options=options)
+        return None, chat.prompt(messages, tools=tools, options=options)
 
-    def _text_context(self, text: str) -> tuple[Turn | None, Ints]:
+    def _text_context(self, text: str, chat: ChatTokens) -> tuple[Turn | None, Ints]:
         before, rest = self._conversations.prefix_of_text(text)
         if before is None:
-            return None, np.array(self._chat.tokenizer(text)["input_ids"], dtype=np.int32)
+            return None, chat.encode_prompt(text)[1]
         stop = before.response.stop
         rest = rest.removeprefix(stop) if isinstance(stop, str) else rest  # the policy wrote it already
-        return before, self._chat.after(before.response.token_ids, self._chat.encode(rest))
+        return before, chat.after(before.response.token_ids, chat.encode(rest))
 
     def _ids_context(self, token_ids: Sequence[int]) -> tuple[Turn | None, Ints]:
         ids = np.array(token_ids, dtype=np.int32)

@@ -39,6 +39,7 @@ from hwrl.rollout import (
     WeightUpdater,
     WorkflowGenerator,
     WorkflowSettings,
+    decode_text,
     load_workflow,
     parse_tool_calls,
 )
@@ -157,7 +158,7 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
     return RewardWorkers(
         config.reward.function,
         source=inputs.source(REWARD),
-        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        decode=functools.partial(decode_text, tokenizer, special=False),
         attempts=config.reward.attempts,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,

@@ -6,11 +6,10 @@ for a number.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from hwrl.models import encode_prompt, load_tokenizer, use_chat_template, vocabulary_size
-from hwrl.rollout import DataKeys, Prompt, PromptSet, PromptStream, check_vocabulary, load_prompts
+from hwrl.models import load_tokenizer, use_chat_template, vocabulary_size
+from hwrl.rollout import ChatTokens, DataKeys, Prompt, PromptSet, PromptStream, check_vocabulary, load_prompts
 from hwrl.run.config import Config, DataSetConfig
 from hwrl.run.identity import CURRICULUM, EVAL, TEMPLATE, TRAIN, RunInputs, data_key
 from hwrl.user_code import load_function
@@ -49,11 +48,11 @@ def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
 
 
 def _load(config: Config, inputs: RunInputs, *, key: str, data_set: DataSetConfig) -> list[Prompt]:
-    tokenizer = run_tokenizer(config, inputs)
+    chat = ChatTokens(run_tokenizer(config, inputs), end_ids=(), max_length=config.data.max_prompt_tokens)
     prompts = load_prompts(
         data_set.path,
         content=inputs.read_data(data_key(key, data_set.name)),
-        encode=functools.partial(encode_prompt, tokenizer),
+        encode=chat.encode_prompt,
         max_prompt_tokens=config.data.max_prompt_tokens,
         keys=DataKeys(*config.data.keys_of(data_set)),
         source=data_set.name,

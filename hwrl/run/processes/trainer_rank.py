@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.interfaces import PromptGroup
 from hwrl.models import load_tokenizer
+from hwrl.rollout import decode_text
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.plan import check_rank
@@ -106,7 +108,7 @@ class TrainerRank:
             step=self._trainer.steps_done + 1,
             version=self._trainer.version,
             count=self._config.report.samples_per_step,
-            decode=self._tokenizer.decode,
+            decode=partial(decode_text, self._tokenizer, special=True),
         )
 
     def finish_profile(self) -> str | None:

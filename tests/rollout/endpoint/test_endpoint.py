@@ -406,7 +406,7 @@ def test_a_request_whose_body_arrives_after_the_run_is_not_answered() -> None:
         server.start()
         with server.open(policy, chat=policy.chat) as endpoint:
             late = endpoint
-        task = late.start(late.chat(ChatRequest(messages=[USER])))
+        task = late.start(late.chat(ChatRequest(messages=[USER]), nbytes=1))
         await asyncio.wait([task])
         assert task.cancelled() and not policy.asked
         await server.aclose()
