@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos clean
+.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos odd-machines clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -31,6 +31,7 @@ help:
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
 	@echo "make fault-test  inject POINTS=n of the faults in docs/faults.md into running jobs, and judge each (POINT=name repeats one)"
 	@echo "make chaos MINUTES=30  a fault every 20 s in a run on two hosts, beside an undisturbed run; needs root and iproute2 (SEED=1)"
+	@echo "make odd-machines  the demo's first steps on 15 odd machines (no IPv6, 64 MB of /dev/shm, a load of 20, ...), in one table"
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
 	@echo "make test-stack-openreg OPENREG=DIR  the tests on PyTorch's reference device, which you have built in DIR"
 	@echo "make docs    the docs as a site, build/site/index.html"
@@ -88,6 +89,9 @@ test-stack-openreg: $(INSTALLED)
 	PYTHONPATH="$(abspath $(OPENREG))" .venv/bin/python -m pytest -m '' tests/backends/test_openreg.py
 
 test-vllm: test-stack-vllm
+
+odd-machines: $(INSTALLED)
+	ci/odd-machines
 
 # Without --quiet: it hides the warnings from --strict, too.
 docs: $(INSTALLED)

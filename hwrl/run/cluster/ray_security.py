@@ -104,9 +104,14 @@ def has_token() -> bool:
 
 
 def _base_directory() -> Path:
-    """Return the directory in which to make the private one. Raises ConfigError if its path is too long for sockets."""
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    """Return the directory in which to make the private one: RAY_TMPDIR, or TMPDIR, or /tmp if TMPDIR is too long.
+
+    Raises ConfigError if RAY_TMPDIR is too long for the paths of sockets.
+    """
     room = _SOCKET_PATH_NBYTES - len(_LONGEST_SOCKET)
+    base, chosen = Path(tempfile.gettempdir()), os.environ.get("RAY_TMPDIR")
+    if chosen or len(os.fsencode(base)) > room:
+        base = Path(chosen or "/tmp")
     if len(os.fsencode(base)) > room:
         raise ConfigError(
             f"Ray cannot run in {base}",

@@ -101,6 +101,10 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
     with pytest.raises(ConfigError, match=r"(?s)107 bytes.*set RAY_TMPDIR"), private_ray():
         pass
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    with private_ray() as directory:
+        assert directory.parent.parent == Path("/tmp"), "a long TMPDIR has no room for sockets"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")

@@ -30,7 +30,7 @@ def log_with(clock: Clock) -> tuple[WaitLog, list[str], Callable[..., None]]:
 
     def at(now_s: float, **silent: float) -> None:
         clock.now_s = now_s
-        log.update(silent, limit_s=600)
+        log.update(silent, limit_s=60)
 
     return log, logged, at
 
