@@ -59,7 +59,8 @@ class Scores:
     """The reward function's metrics for each response to a prompt, in order.
 
     ``errors`` counts the failed calls, repeated or not. ``failure`` is the reason if the prompt failed; then the last
-    responses have no metrics. ``stuck`` is true if a call could not be cancelled; its process must end.
+    responses have no metrics. ``stuck`` is true if its process must end: a call could not be cancelled, or closed the
+    standard input, output or error.
     """
 
     metrics: list[dict[str, float]] = field(default_factory=list)

@@ -21,15 +21,15 @@ from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import RewardColumns, Scores
-from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
+from hwrl.rollout.reward_process import CALL, JOB, LOADED, LOOP_BROKEN, RewardSettings, send_frame
 
 
 @dataclass(eq=False)
 class ScoringJob:
     """A prompt with responses to score. ``message`` is the pickled job for the process.
 
-    ``alone`` is true after a process was lost with this job and others in it. The job then gets a process without other
-    jobs, so that the next loss shows which job is guilty.
+    ``alone`` is true after a process was lost with this job in it. The job then gets another process, without other
+    jobs, so that the next loss shows that this job is guilty. ``errors`` counts the losses without other jobs.
     """
 
     prompt: Prompt
@@ -41,9 +41,11 @@ class ScoringJob:
     message: bytes = b""
     failed_sends: int = 0
     alone: bool = False
+    errors: int = 0
 
     def answer(self, scores: Scores) -> None:
         """Set the result, unless the future is cancelled."""
+        scores.errors += self.errors
         with contextlib.suppress(InvalidStateError):
             self.scores.set_result(scores)
 
@@ -222,6 +224,8 @@ def _describe(status: int | None) -> str:
     """Return how a process with the return code ``status`` ended; None: it lives."""
     if status is None:
         return "hung"
+    if status == LOOP_BROKEN:
+        return "ended, because its event loop was stopped or tasks of other calls were cancelled,"
     if status >= 0:
         return f"ended with status {status}"
     with contextlib.suppress(ValueError):

@@ -2,12 +2,14 @@
 
 Each call has its own time limit. A call over its limit is cancelled. If it does not end then, its scores are ``stuck``,
 and the replica ends the process after the other calls. While there are jobs, the loop notes every second that it is
-alive. If a call blocks the loop for longer than the limit, the replica ends the process.
+alive. If a call blocks the loop for longer than the limit, the replica ends the process. If a call stops the loop, or
+cancels tasks of others, the process ends at once, and the replica lets others score its jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import socket
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from hwrl.rollout.reward_process import (
     JOB,
     LENGTH,
     LOADED,
+    LOOP_BROKEN,
     RewardSettings,
     answer_of,
     frame_of,
@@ -33,8 +36,11 @@ NoteCall = Callable[[int, int], None]
 
 
 def serve(connection: socket.socket, reward: RewardFunction, settings: RewardSettings, note: NoteCall) -> None:
-    """Score jobs from ``connection`` until it is closed. Blocks."""
-    asyncio.run(_Loop(reward, settings, note).serve(connection))
+    """Score jobs from ``connection`` until it is closed; then, or if the loop ends before, end the process."""
+    try:
+        asyncio.run(_Loop(reward, settings, note).serve(connection))
+    finally:
+        os._exit(LOOP_BROKEN)
 
 
 class _Loop:
@@ -46,6 +52,7 @@ class _Loop:
     async def serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
         pulse = asyncio.create_task(self._pulse())
+        pulse.add_done_callback(lambda _: os._exit(LOOP_BROKEN))
         try:
             while True:
                 (nbytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -66,7 +73,9 @@ class _Loop:
         (number,) = JOB.unpack_from(frame)
         try:
             scores = await self._score(pickle.loads(frame[JOB.size :]), number)
-        except BaseException as exc:  # noqa: BLE001 - the answer's class is missing here, or an error has no text
+        except asyncio.CancelledError:  # by foreign code: what a call raises itself is part of its scores
+            os._exit(LOOP_BROKEN)
+        except BaseException as exc:  # noqa: BLE001 - the answer's class is missing here; it is reported
             scores = not_scored(exc)
         writer.write(frame_of(answer_of(number, scores)))
 

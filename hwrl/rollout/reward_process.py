@@ -39,6 +39,8 @@ LOADED = 0
 """The number of the first answer. It says that the function is loaded, or has the sentences of the error."""
 LENGTH = struct.Struct("<Q")
 """The length of a frame."""
+LOOP_BROKEN = 83
+"""The status of a process that ended because its function stopped the event loop, or cancelled tasks of others."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -115,9 +117,11 @@ def _serve(connection: socket.socket, calls: int) -> None:
 
         serve(connection, reward, settings, partial(_note_call, calls))
         return
+    home = os.getcwd()
     while True:
         job = receive_frame(connection)
         (number,) = JOB.unpack_from(job)
+        os.chdir(home)
         result = _score(job[JOB.size :], reward, settings.attempts, partial(_note_call, calls, number))
         send_frame(connection, answer_of(number, result))
 
@@ -125,8 +129,15 @@ def _serve(connection: socket.socket, calls: int) -> None:
 def answer_of(number: int, result: Any) -> bytes:
     """Return the frame's content for the ``result`` of job ``number``: :class:`Scores`, or the first answer's dict."""
     if isinstance(result, Scores):
-        result = [result.metrics, result.errors, result.failure, result.stuck]
+        result = [result.metrics, result.errors, result.failure, result.stuck or not _has_standard_files()]
     return json.dumps([number, result]).encode()
+
+
+def _has_standard_files() -> bool:
+    try:
+        return all(os.fstat(descriptor) for descriptor in range(3))
+    except OSError:
+        return False
 
 
 def _score(job: bytes, reward: RewardFunction, attempts: int, begin: partial[None]) -> Scores:

@@ -65,8 +65,11 @@ class RewardWorkers:
     * A call that raises is repeated. After ``attempts`` calls the prompt has failed.
     * A call that takes longer than ``timeout_s`` is not repeated: the prompt has failed. An async call is cancelled
       first. If it does not end, or is not async, its process is killed with all that it started.
-    * If the process dies, or sends an answer that is not due, its prompt has failed. If it had several prompts, each is
-      scored again, alone in a process.
+    * If the process dies, or sends an answer that is not due, its prompts are scored again, each alone in another
+      process. A prompt whose process dies then has failed. An async function that stops its event loop, or cancels
+      tasks of other calls, loses its process, too.
+    * A call in the main thread begins in the working directory of the replica. A process in which a call closed
+      standard input, output or error scores no other prompt.
     * A process must load the function within the longer one of ``load_timeout_s`` and ``timeout_s``. Else its start has
       failed, and no other process starts for ``retry_s``, unless none is left.
     * A process that does not read or send a whole frame within ``frame_timeout_s`` is lost: frames move at memory
@@ -196,7 +199,7 @@ class RewardWorkers:
                 self._jobs.appendleft(job)
             else:
                 job.answer(_not_sent(exc))
-            self._lose(worker, self._remove(worker))
+            self._lose(worker, self._remove(worker), died=True)
 
     def _backlog_s(self) -> float:
         """Return how long the oldest job must wait from now until another worker starts; inf: for an event."""
@@ -265,7 +268,7 @@ class RewardWorkers:
             if worker.is_loading:
                 self._report_death(worker, f"was not ready within {self._load_limit_s:g} s")
             else:
-                self._lose(worker, f"the reward function did not return within {self._timeout_s:g} s")
+                self._lose(worker, f"the reward function did not return within {self._timeout_s:g} s", died=False)
 
     def _limit_s(self, worker: RewardProcess) -> float:
         return self._load_limit_s if worker.is_loading else self._timeout_s
@@ -276,18 +279,22 @@ class RewardWorkers:
             what, fix = "a reward worker ended while it loaded the function", "look at what the module does"
             self._note_failed_start(DataError(what, why=f"its process {how}", fix=fix))
         else:
-            self._lose(worker, f"its worker {how} in the reward function")
+            self._lose(worker, f"its worker {how} in the reward function", died=True)
 
-    def _lose(self, worker: RewardProcess, why: str) -> None:
-        """Fail the job of a removed worker. If it had several, queue each again, to run alone in its process."""
-        if not worker.jobs:
+    def _lose(self, worker: RewardProcess, why: str, *, died: bool) -> None:
+        """Queue the jobs of a removed worker again, each to run alone in its process; or fail its only job.
+
+        A call over its limit fails its job at once, and the death of a process at the second time.
+        """
+        jobs = list(worker.jobs.values())
+        if not jobs:
             _log.warning("an idle reward worker was lost: %s", why)
-        elif len(worker.jobs) == 1:
+        elif len(jobs) == 1 and (jobs[0].alone or not died):
             worker.fail(why)
         else:
-            for job in worker.jobs.values():
-                job.alone = True
-            self._jobs.extendleft(reversed(worker.jobs.values()))
+            for job in jobs:
+                job.alone, job.errors = True, job.errors + (len(jobs) == 1)
+            self._jobs.extendleft(reversed(jobs))
 
     def _remove(self, worker: RewardProcess, *, grace_s: float = 0.0) -> str:
         self._workers.remove(worker)

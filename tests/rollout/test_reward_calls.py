@@ -143,9 +143,20 @@ def test_what_cannot_be_cancelled_costs_its_own_prompt_only(start: Start, order:
     workers = start("obey_later", timeout_s=1.0, workers=1)
     workers.wait_until_ready()
     before, failing, after = score(workers), score(workers, order), score(workers)
-    assert failing.result(60).failure is not None and failing.result(60).errors == 1
+    assert failing.result(60).failure is not None
     assert before.result(60) == after.result(60) == ONES
     assert score(workers).result(60) == ONES
+
+
+@pytest.mark.parametrize(
+    "order", ["cancel all", "cancel all others", "cancel the oldest", "stop the loop", "exit in a task"]
+)
+def test_a_call_that_breaks_its_event_loop_costs_its_own_prompt_only(start: Start, order: str) -> None:
+    workers = start("breaks_its_loop", workers=1)
+    workers.wait_until_ready()
+    before, failing, after = score(workers), score(workers, order), score(workers)
+    assert "event loop was stopped or tasks of other calls were cancelled" in str(failing.result(60).failure)
+    assert before.result(60) == after.result(60) == ONES
 
 
 def test_a_process_with_a_call_that_does_not_end_is_replaced(start: Start, tmp_path: Path) -> None:

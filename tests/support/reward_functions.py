@@ -87,6 +87,31 @@ async def obey_later(prompt: str, response: str, answer: Any) -> float:
     return 1.0
 
 
+async def breaks_its_loop(prompt: str, response: str, answer: Any) -> float:
+    """Break what ``answer`` names at the response "1 2", while the calls of other prompts wait."""
+    await asyncio.sleep(0.05)
+    if response != "1 2" or not answer:
+        await asyncio.sleep(0.3)
+        return 1.0
+    loop, tasks, own = asyncio.get_running_loop(), asyncio.all_tasks(), asyncio.current_task()
+    if answer == "stop the loop":
+        loop.stop()
+    elif answer == "exit in a task":
+        await asyncio.create_task(_exits())
+    elif answer == "cancel the oldest":
+        min(tasks, key=lambda task: int(task.get_name().removeprefix("Task-"))).cancel()
+    else:
+        for task in tasks:
+            if answer == "cancel all" or task is not own:
+                task.cancel()
+    await asyncio.sleep(1e6)
+    return 0.0
+
+
+async def _exits() -> None:
+    sys.exit(3)
+
+
 def rank_all(prompts: list[str], responses: list[str], answers: list[Any], level: list[int]) -> list[Any]:
     """Score all responses of a prompt by their place; ``answer`` may ask for another result."""
     results: dict[str, Any] = {"too few": [1.0], "no list": 1.0, "one None": [1.0, None, 1.0]}
@@ -162,6 +187,8 @@ _ORDERS: dict[str, Callable[[], object]] = {
     "run out of memory": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "fork and run out of memory": lambda: os.kill(os.getpid(), signal.SIGKILL * bool(_child())),
     "close everything": lambda: os.closerange(0, 1 + max(map(int, os.listdir("/proc/self/fd")))),
+    "leave the directory": lambda: os.chdir("/proc"),
+    "close the standard files": lambda: os.closerange(0, 3),
     "print": lambda: print("x" * (1 << 20)),
     "ignore Ctrl-C": lambda: os.kill(os.getpid(), signal.SIGINT),
     "set an alarm": lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN),
