@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         unfinished_saves,
     )
     from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-    from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner
+    from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner, read_lock, share_lock
     from hwrl.checkpoint.format.copies import copy_for_torch
     from hwrl.checkpoint.format.loading import SavedTensors, read_tensors
     from hwrl.checkpoint.format.manifest import (
@@ -66,9 +66,11 @@ _MODULE_OF = {
     "hold_for_reading": "format.manifest",
     "join_parts": "join",
     "read_extra": "format.manifest",
+    "read_lock": "directory.lock",
     "read_tensors": "format.loading",
     "rng_state": "rng",
     "set_rng_state": "rng",
+    "share_lock": "directory.lock",
     "step_name": "format.manifest",
     "unfinished_saves": "directory.checkpoint_directory",
     "verify_files": "format.manifest",
@@ -99,9 +101,11 @@ __all__ = [
     "hold_for_reading",
     "join_parts",
     "read_extra",
+    "read_lock",
     "read_tensors",
     "rng_state",
     "set_rng_state",
+    "share_lock",
     "step_name",
     "unfinished_saves",
     "verify_files",

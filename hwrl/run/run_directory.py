@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,9 @@ import yaml
 
 from hwrl.checkpoint import DirectoryLock, DurableFS, find_checkpoints, read_extra
 from hwrl.errors import CheckpointCorruptError, ConfigError, RunDirectoryError
+from hwrl.files import make_directory, open_to_read, read_file
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
+from hwrl.run.config.yaml_reader import MAX_NBYTES
 from hwrl.run.report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS
 from hwrl.run.scaling import find_mail
 
@@ -52,7 +55,7 @@ def claimed_directory(config: Config) -> Iterator[None]:
 
 def _claim(config: Config, stack: ExitStack) -> None:
     try:
-        config.dir.mkdir(parents=True, exist_ok=True)
+        make_directory(config.dir, mode=0o700)  # prompts, answers and weights are nobody else's
         mail_of_earlier_runs = find_mail(config.dir)
         stack.callback(DirectoryLock(config.dir).close)
         _write_config(config)
@@ -69,7 +72,7 @@ def _claim(config: Config, stack: ExitStack) -> None:
 
 def _write_config(config: Config) -> None:
     path = config.dir / RUN_CONFIG
-    before = path.read_bytes() if path.exists() else None
+    before = read_file(path, max_nbytes=MAX_NBYTES) if os.path.lexists(path) else None
     has_checkpoints = any(config.dir.glob("checkpoints/global_step_*"))
     if before is None or not before.startswith(RUN_HEADER):
         _refuse_to_overwrite(config, [RUN_CONFIG] if has_checkpoints else _FILES_OF_A_RUN)
@@ -97,7 +100,10 @@ def record_replicas(config: Config, replicas: int) -> None:
 
 
 def _has_lines(path: Path) -> bool:
-    return path.exists() and b"\n" in path.read_bytes()
+    if not os.path.lexists(path):
+        return False
+    with open_to_read(path) as file:
+        return file.readline(MAX_NBYTES).endswith(b"\n")
 
 
 def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:

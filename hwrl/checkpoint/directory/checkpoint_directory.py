@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.directory.lock import PATIENCE_S, DirectoryLock
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
 from hwrl.errors import CheckpointError
+from hwrl.files import LOST, read_file
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """The tracker file. It holds the newest complete step as a plain integer.
@@ -20,6 +22,7 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 Other programs read it to find the step to resume from. hwrl reads it only to know that this step was once complete on
 all nodes. If no step is complete, the tracker keeps its old step, whose directory may be gone.
 """
+_MAX_TRACKER_NBYTES = 64
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
 _UNFINISHED = re.compile(  # matches only hwrl's own names: in a wrong directory, hwrl removes nothing of the user's
     r"\.tmp_global_step_\d+\.[0-9a-f]{16}|\.tmp_mark_[0-9a-f]{16}|\.trash_global_step_\d+\.[0-9a-f]{8}"
@@ -42,7 +45,7 @@ class CheckpointDirectory:
     def __init__(self, path: Path, fs: DurableFS, *, lock_wait_s: float = PATIENCE_S) -> None:
         self.path, self._fs = path, fs
         with os_errors_as_checkpoint_errors(path):
-            fs.mkdir(path)
+            fs.mkdir(path, mode=0o700)
             self._lock = DirectoryLock(path, wait_s=lock_wait_s)
         try:
             with os_errors_as_checkpoint_errors(path):
@@ -58,6 +61,7 @@ class CheckpointDirectory:
 
     def create_draft(self, step: int, save_id: str) -> Path:
         """Create the draft of ``step`` and return its path. Drafts of earlier saves are removed first."""
+        self._lock.require()
         self._remove_leftovers()
         draft = draft_path(self.path, step, save_id)
         self._fs.mkdir(draft)
@@ -76,6 +80,7 @@ class CheckpointDirectory:
         When this returns, this node's part of the checkpoint survives a crash of the machine. If a directory already
         has the final name, it is put aside first, and none of its files are deleted.
         """
+        self._lock.require()
         final = self.path / step_name(step)
         self.put_aside([final])
         self._fs.rename(draft, final)
@@ -91,6 +96,7 @@ class CheckpointDirectory:
 
     def set_tracker(self, step: int) -> None:
         """Write ``step`` into the tracker file atomically."""
+        self._lock.require()
         if _read_tracker(self.path) != (text := str(step).encode()):
             self._fs.replace_file(self.path / TRACKER_NAME, text)
 
@@ -105,10 +111,12 @@ class CheckpointDirectory:
             return
         counted = [info for info in self.intact() if info.manifest.nodes == 1 or info.step <= self.announced_step]
         for info in counted[:-keep]:
+            self._lock.require()
             self._remove_checkpoint(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
         """Rename checkpoints, so that their steps can be saved again. None of their files are deleted."""
+        self._lock.require()
         for path in paths:
             if os.path.lexists(path):
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
@@ -174,25 +182,29 @@ def os_errors_as_checkpoint_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
+        fix = "choose a directory that this user may write to, on a disk with room"
+        if exc.errno == LOST:
+            fix = "end this process: it saves nothing there any more"
         raise CheckpointError(
-            f"cannot keep checkpoints in {directory}",
-            why=f"{exc.strerror}: {exc.filename}",
-            fix="choose a directory that this user may write to, on a disk with room",
+            f"cannot keep checkpoints in {directory}", why=f"{exc.strerror}: {exc.filename}", fix=fix
         ) from exc
 
 
 def _read_tracker(directory: Path) -> bytes:
-    """Return the tracker's content; nothing if it is missing or a symbolic link.
+    """Return the tracker's content; nothing if there is no regular file of a tracker's length: a save replaces it.
 
     Raises CheckpointError if a directory has the tracker's name: no file can replace it.
     """
     path = directory / TRACKER_NAME
-    if path.is_symlink():
-        return b""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         raise CheckpointError(
             f"cannot keep checkpoints in {directory}",
             why=f"{TRACKER_NAME} is a directory",
             fix="remove it; hwrl writes the newest step into a file with this name",
         )
-    return path.read_bytes() if path.is_file() else b""
+    try:
+        return read_file(path, max_nbytes=_MAX_TRACKER_NBYTES)
+    except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EFBIG):
+            return b""
+        raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hwrl.files import create_file
+from hwrl.files import create_file, require_owned
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class DurableFS:
     A file has two durable things: its content and its name. After a write only the content is durable. The name is
     durable after :meth:`sync_directory` of the parent.
 
-    Every method first calls :meth:`before` for each change of the disk, and once for the removal of a tree. A test can
+    No method changes anything below a directory that this process owned and lost: see :mod:`hwrl.files`. Every method
+    first calls :meth:`before` for each change of the disk, and once for the removal of a tree. A test can
     override it to simulate a full disk or the death of the process.
     """
 
@@ -88,8 +89,8 @@ class DurableFS:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create a directory and its missing parents. When this returns, the names that it created are durable.
+    def mkdir(self, path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
+        """Create a directory with ``mode``, and its missing parents. The names that it created are durable then.
 
         A directory that already exists is not synced.
         """
@@ -97,14 +98,14 @@ class DurableFS:
         if path.is_dir():
             return
         self.mkdir(path.parent)
-        self.before("mkdir", path)
-        path.mkdir(exist_ok=True)
+        self._begin("mkdir", path)
+        path.mkdir(mode=mode, exist_ok=True)
         self.sync_directory(path.parent)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file or directory. The new name is durable only after :meth:`sync_directory` of the parent."""
         path, new_path = Path(path), Path(new_path)
-        self.before("rename", path)
+        self._begin("rename", path)
         path.rename(new_path)
         if path in self._written:
             self._written[new_path] = self._written.pop(path)
@@ -120,17 +121,21 @@ class DurableFS:
 
     def remove_file(self, path: Path) -> None:
         """Remove a file or symbolic link if it exists; durable only after :meth:`sync_directory` of the parent."""
-        self.before("remove", path)
+        self._begin("remove", path)
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a directory with its content, or a single file. The target of a symbolic link is not removed."""
         self.take_records(path)
         if path.is_dir() and not path.is_symlink():
-            self.before("remove", path)
+            self._begin("remove", path)
             shutil.rmtree(path)
         else:
             self.remove_file(path)
+
+    def _begin(self, operation: str, path: Path) -> None:
+        self.before(operation, path)
+        require_owned(path)
 
     def _sync(self, descriptor: int, path: Path, *, flush: Any = None) -> None:
         if flush is not None:

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hwrl.checkpoint.directory.durable import FileRecord
+from hwrl.checkpoint.directory.lock import try_flock
 from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 from hwrl.files import open_to_read, read_file
 
@@ -171,7 +172,7 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
     for name in names:
         try:
             with open_to_read(info.path / name) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type] # BinaryIO lacks readinto
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as exc:
             raise corrupt_error(info.path, _reason(exc)) from exc
         if digest != info.manifest.files[name].sha256:
@@ -227,11 +228,13 @@ def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
     path = info.path / MANIFEST_NAME
     with contextlib.ExitStack() as stack:
         try:
-            manifest = stack.enter_context(path.open("rb"))
-            fcntl.flock(manifest, fcntl.LOCK_SH)
+            manifest = stack.enter_context(open_to_read(path))
+            is_free = try_flock(manifest.fileno(), fcntl.LOCK_SH) is not False
             is_there = os.path.samestat(os.fstat(manifest.fileno()), path.stat())
         except OSError as exc:
             raise corrupt_error(info.path, _reason(exc)) from exc
+        if not is_free:
+            raise corrupt_error(info.path, "another process is removing it")
         if not is_there:  # it was removed between the open and the lock, and the step was saved again
             raise corrupt_error(info.path, "it was replaced while it was being opened")
         yield
@@ -244,12 +247,7 @@ def hold_for_removal(path: Path) -> Iterator[bool]:
     After True, no process can begin to hold it during the block.
     """
     with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses an exclusive lock on a file opened for reading
-        try:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield try_flock(manifest.fileno(), fcntl.LOCK_EX) is not False  # where there are no locks, nobody can hold it
 
 
 def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, os_errors_as_checkpoint_errors
 from hwrl.checkpoint.format.manifest import Manifest, find_checkpoints, step_of
 from hwrl.checkpoint.saving.agreement import Agreement, Message
+from hwrl.files import require_owned
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class NodeInventory(Message):
     @classmethod
     def read(cls, directory: CheckpointDirectory, *, without: Collection[Path] = ()) -> NodeInventory:
         """Read the inventory from the disk. Leave out ``without``: the checkpoints that failed the verification."""
+        with os_errors_as_checkpoint_errors(directory.path):
+            require_owned(directory.path)
         intact, skipped = find_checkpoints(directory.path)
         return cls(
             host=socket.gethostname(),

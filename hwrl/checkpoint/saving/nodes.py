@@ -94,7 +94,7 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: 
     try:
         with agreement.round() as ranks:
             with os_errors_as_checkpoint_errors(directory):
-                fs.mkdir(directory)
+                fs.mkdir(directory, mode=0o700)
                 fs.write_file(marker, b"")
             markers = ranks.gather(_Marker(marker.name))
             all_names = None if markers is None else _Markers([rank_marker.name for rank_marker in markers])

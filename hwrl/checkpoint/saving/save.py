@@ -43,6 +43,7 @@ from hwrl.checkpoint.saving.state import CapturedStateReader, plan_items
 from hwrl.checkpoint.saving.tensor_files import write_tensor_files
 from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
+from hwrl.files import LOST
 
 EXPORT_NAME = "hf"
 """The directory in a checkpoint for the files of ``export``."""
@@ -265,7 +266,7 @@ class Saver:
             try:
                 self.directory.commit(written.draft, written.captured.step)
             except OSError as exc:
-                if written.draft.exists():
+                if exc.errno == LOST or written.draft.exists():
                     raise _not_saved(written.captured.step, _reason(exc)) from exc
                 raise _not_durable(written.captured.step, exc) from exc
         return CommittedSave(written.captured, written.manifest)

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from hwrl.checkpoint import find_checkpoints
+from hwrl.checkpoint import find_checkpoints, read_lock
 from hwrl.comm import open_warning, serve_store, store_address
 from hwrl.discovery import get_backend
 from hwrl.errors import attempt_all
@@ -44,6 +44,7 @@ class Fleet:
 
     def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
         self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
+        self._lock = read_lock(config.dir)
         # On a cluster, other machines must reach the store. Without one, no other machine may reach it.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
@@ -78,7 +79,9 @@ class Fleet:
 
     def _setup_of(self, process: str) -> ProcessSetup:
         devices = self._devices.devices_of(process)
-        return ProcessSetup(self._config, self._inputs, self._backend.info.name, devices, self._store_address)
+        return ProcessSetup(
+            self._config, self._inputs, self._backend.info.name, devices, self._store_address, self._lock
+        )
 
     # -- start -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hwrl.checkpoint import share_lock
 from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import HwrlError
 from hwrl.interfaces import PromptGroup, Span
@@ -74,6 +75,8 @@ class ProcessSetup:
     backend: str
     devices: ProcessDevices
     store_address: str = field(repr=False)  # it contains the store's secret key
+    lock: bytes | None = None
+    """The content of the lock file in the run directory. A trainer changes nothing there without it."""
 
 
 @dataclass(frozen=True)
@@ -406,6 +409,8 @@ class TrainActor:
             devices = _use_devices(setup, threads=setup.config.train.threads)
             from hwrl.run.processes.trainer_rank import TrainerRank
 
+        if setup.lock is not None:
+            share_lock(setup.config.dir, setup.lock)
         with setup.inputs.unchanged("trainer"), get_backend().allocating("the trainer"):
             self._rank: TrainerRank = TrainerRank(
                 setup.config,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hwrl.files import replacing
+from hwrl.files import make_directory, replacing
 
 PROFILES = "profile"
 """The subdirectory of a run directory that holds profiles."""
@@ -59,7 +59,7 @@ class StepProfile:
         path = self._directory / f"steps_{steps}.json.gz"
         with self._reporting():
             profiler.stop()
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             with replacing(path) as file:
                 profiler.export_chrome_trace(file.name)
             self._outcome = f"the profile of steps {steps} of trainer rank 0 was written to {path}"

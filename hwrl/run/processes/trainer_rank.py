@@ -14,6 +14,7 @@ from hwrl.checkpoint import rng_state, set_rng_state
 from hwrl.comm import connect_store, is_on_loopback
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
+from hwrl.files import make_directory
 from hwrl.interfaces import PromptGroup
 from hwrl.models import load_tokenizer
 from hwrl.rollout import decode_text
@@ -215,7 +216,7 @@ class TrainerRank:
         """Write the trained model to the run directory, in the format of transformers."""
         directory = self._config.dir / MODEL_DIRECTORY
         try:
-            directory.mkdir(exist_ok=True)  # raises for a file; transformers would silently write nothing
+            make_directory(directory)  # raises for a file; transformers would silently write nothing
             for path in filter(Path.is_symlink, directory.iterdir()):
                 path.unlink()  # transformers would write to its target
             with self._engine.on_device(optimizer=False):

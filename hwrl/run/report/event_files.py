@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hwrl.files import open_to_append, open_to_read
+from hwrl.files import make_directory, open_to_append, open_to_read, require_owned
 
 
 class AppendedFile:
@@ -48,6 +48,7 @@ class AppendedFile:
         self._file.close()
 
     def _check_path(self) -> None:
+        require_owned(self._path)
         if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
             raise FileNotFoundError(f"{self._path} was replaced by another file")
 
@@ -63,7 +64,7 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{purge_step}"
         self._file = AppendedFile(directory / name)
         self._records = RecordWriter(self._file)

@@ -8,6 +8,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.files import open_to_append
 from hwrl.run.report.records import read_lines
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def drop_samples_after(path: Path, *, last_step: int) -> None:
         if sample is not None:
             kept = end
     if path.exists() and kept < path.stat().st_size:
-        with path.open("rb+") as file:
+        with open_to_append(path) as file:
             file.truncate(kept)
 
 

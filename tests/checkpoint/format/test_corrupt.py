@@ -188,7 +188,7 @@ DAMAGES = [
     (_no_time, "MANIFEST.json cannot be read"),
     (_brackets, "MANIFEST.json cannot be read"),
     (_no_text, "MANIFEST.json cannot be read"),
-    (_endless_manifest, "MANIFEST.json has more than"),
+    (_endless_manifest, "it has more than"),
     (_pipe_for_file, "extra.json is a symbolic link or not a regular file"),
     (_file_for_directory, "Not a directory"),
     (_null_in_name, "null"),
