@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import json
@@ -66,8 +67,10 @@ class ServerClient:
         try:
             self._open(request, timeout=self._timeout_s).close()
         except urllib.error.HTTPError as exc:
-            with exc:
-                answer = _KEY.sub("#…", exc.read(_SHOWN_NBYTES).decode(errors="replace"))
+            said = b""
+            with exc, contextlib.suppress(OSError, http.client.HTTPException):  # the answer may break off
+                said = exc.read(_SHOWN_NBYTES)
+            answer = _KEY.sub("#…", said.decode(errors="replace"))
             fix = "see its log; a server without VLLM_SERVER_DEV_MODE=1 has no such route" if exc.code == 404 else _FIX
             raise EngineError(f"{self._url} refused {path}", why=f"{exc}: {answer}", fix=fix) from exc
         except (OSError, http.client.HTTPException) as exc:

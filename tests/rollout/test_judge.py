@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, EngineError
 from hwrl.rollout import Judge, Prompt, RewardWorkers
 from tests.support.sources import REPO
 
@@ -74,6 +74,42 @@ def test_a_server_that_never_answers_is_an_error_after_the_last_attempt(server: 
     failed, silent = ask(judge, "fail", "stall")
     assert "out of order" in str(failed) and "timed out" in str(silent).lower()
     assert [len(server.seen()["times"][question]) for question in ("fail", "stall")] == [2, 2]
+
+
+NO_ANSWERS = [
+    '{"choices": [{"mess',
+    "<html>busy</html>",
+    "null",
+    "[]",
+    "3",
+    "",
+    "NaN",
+    "[" * 100_000,
+    '{"choices": []}',
+    '{"choices": null}',
+    '{"choices": [{"message": null}]}',
+    '{"choices": [{"message": {"content": 7}}]}',
+    '{"choices": [{"message": {"content": NaN}}]}',
+    '{"choices": [{"message": {"content": ["a"]}}]}',
+    '{"error": "out of order"}',
+]
+
+
+def test_an_answer_that_is_no_text_is_asked_for_again_and_then_an_error_that_shows_it(server: Server) -> None:
+    judge = Judge(server.url, "judge", max_retries=1)
+    again = ask(judge, *(f"raw once:{text}" for text in NO_ANSWERS))
+    assert again == [str(float(len(f"raw once:{text}"))) for text in NO_ANSWERS]
+    for text, error in zip(NO_ANSWERS, ask(judge, *(f"raw:{text}" for text in NO_ANSWERS)), strict=True):
+        assert isinstance(error, EngineError) and server.url in error.what and text[:8] in error.why.replace("\\\\", "")
+    assert ask(judge, 'raw:{"choices": [{"message": {"content": null}}]}') == [""]
+
+
+def test_an_answer_without_an_end_is_given_up(server: Server) -> None:
+    judge = Judge(server.url, "judge", max_retries=0, timeout_s=2.0)
+    endless, drip, compressed = ask(judge, "endless", "drip", "compressed")
+    assert "more than 4,194,304 bytes" in str(endless)
+    assert "timed out" in str(drip).lower()
+    assert "compressed" in str(compressed)
 
 
 def test_no_more_requests_are_open_than_allowed(server: Server) -> None:

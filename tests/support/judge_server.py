@@ -46,6 +46,14 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.2)
         if order == "fail" or (order == "fail once" and first):
             self._send(500, {"error": {"message": "out of order"}})
+        elif order == "endless":
+            self._send_for_ever(b" " * (1 << 16), pause_s=0.0)
+        elif order == "drip":
+            self._send_for_ever(b" ", pause_s=0.1)
+        elif order in ("raw", "raw once") and (first or order == "raw"):
+            self._send(200, question.partition(":")[2].encode("utf-8", "surrogatepass"))
+        elif order == "compressed":
+            self._send(200, b"x", {"Content-Encoding": "gzip"})
         elif order == "limit once" and first:
             self._send(429, {"error": {"message": "too many"}}, {"Retry-After": "2"})
         else:
@@ -64,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
             )
 
     def _send(self, status: int, content: object, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         try:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -76,11 +84,22 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:  # the client has gone
             self.close_connection = True
 
+    def _send_for_ever(self, part: bytes, *, pause_s: float) -> None:
+        self.close_connection = True
+        try:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+            while True:
+                self.wfile.write(part)
+                time.sleep(pause_s)
+        except OSError:  # the client has gone
+            pass
+
     def log_message(self, *arguments: object) -> None:
         pass
 
 
 if __name__ == "__main__":
+    ThreadingHTTPServer.request_queue_size = 64
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     Path(sys.argv[1]).write_text(str(server.server_port))
