@@ -28,6 +28,7 @@ HwrlError
  ├─ InputChangedError               an input file changed during the run
  ├─ RunDirectoryError               a file of the run directory cannot be written or read
  └─ EngineError                     a train or rollout engine cannot do an operation
+     └─ NonFiniteGradientError      the gradients of a training step have NaN or inf
 """
 
 from __future__ import annotations
@@ -182,6 +183,10 @@ class EngineError(HwrlError):
     """Raised when a train or rollout engine cannot do a requested operation."""
 
 
+class NonFiniteGradientError(EngineError):
+    """Raised by a train engine if the norm of the gradients is NaN or infinite; the step has changed nothing."""
+
+
 def attempt_all(*acts: Callable[[], object], after: BaseException | None = None) -> None:
     """Call each of ``acts``, even after errors; then raise the first error, with the later ones as notes.
 
@@ -216,7 +221,7 @@ def with_notes(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message that is not empty, or its type without one.
 
-    Errors of torch and Ray have a stack below it.
+    Errors of torch and Ray have a stack below it. The ``__str__`` of a user's error may raise; this does not.
     """
     shown = _shown(str, error)
     return next((line.strip() for line in shown.splitlines() if line.strip()), type(error).__name__)

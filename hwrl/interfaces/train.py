@@ -84,6 +84,11 @@ class TrainEngine(ABC):
 
     base: int | None = None
     """The identity of the frozen base model under the adapter; None if the engine trains the whole model."""
+    updates: int | None = None
+    """The number of updates of the weights that have begun; None if the engine does not count them.
+
+    After an error in :meth:`train_batch`, hwrl saves the finished steps only if no update had begun.
+    """
 
     @property
     def data_parallel_rank(self) -> int:
@@ -109,7 +114,8 @@ class TrainEngine(ABC):
 
         The loss is the same average, of each token's loss times its row's weight.
 
-        Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
+        Raises NonFiniteGradientError on all ranks, with unchanged weights, optimizer state and schedule, if the
+        gradients are not finite.
         """
 
     @abstractmethod

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import comb
 
@@ -100,7 +102,10 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 class _CurrentEvaluation:
     prompts: list[Prompt]
     answer: Future[Evaluation]
-    groups: list[tuple[int, PendingGroup]] | None = None  # each with its prompt's index; None: not started
+    places: int
+    waiting: deque[tuple[int, int]]  # the groups to start: the prompt's index, and the number of samples
+    groups: list[tuple[int, PendingGroup]] = field(default_factory=list)  # the started ones, with the prompt's index
+    running: list[PendingGroup] = field(default_factory=list)  # those that are being generated
     attempt: int = 1
 
 
@@ -108,13 +113,13 @@ class Evaluator:
     """Holds at most one evaluation, of ``samples`` samples of each prompt. The rollouter calls it, from one thread:
 
     request()  from any thread: hand in prompts; the future gets the result
-    start()    begin to generate; called when the engine has weights
+    start()    begin to generate, or go on; called when the engine has weights
     restart()  forget what was generated; called when the trainer's incarnation changes
     collect()  once all prompts are scored or have failed: score the failed ones again, or give the result
     close()    fail the present evaluation and all later requests
 
-    A prompt's samples come in groups of at most ``group_size``. A prompt that cannot be scored is left out if ``skips``
-    is true, even if none is left; else the evaluation has failed.
+    A prompt's samples come in groups of at most ``group_size``. Samples above the evaluation's number of places wait. A
+    prompt that cannot be scored is left out if ``skips`` is true, even if none is left; else the evaluation has failed.
     """
 
     def __init__(self, rewards: Scorer, *, samples: int = 1, group_size: int = 1, skips: bool = False) -> None:
@@ -125,12 +130,27 @@ class Evaluator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a requested evaluation is not started."""
+        """Whether samples of a requested evaluation wait for their start."""
         current = self._current
-        return current is not None and current.groups is None
+        return current is not None and bool(current.waiting)
 
-    def request(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
-        """Request an evaluation of ``prompts``. Does not block.
+    @property
+    def running(self) -> int:
+        """The number of samples that are being generated."""
+        current = self._current
+        if current is None:
+            return 0
+        current.running = [group for group in current.running if not (group.is_generated or group.is_scored)]
+        return sum(group.size - len(group.samples) for group in current.running)
+
+    @property
+    def places(self) -> int:
+        """The number of samples that may be generated at once. It falls to the running ones when none wait."""
+        current = self._current
+        return current.places if current is not None and current.waiting else self.running
+
+    def request(self, prompts: Sequence[Prompt], *, places: int = sys.maxsize) -> Future[Evaluation]:
+        """Request an evaluation of ``prompts``, with at most ``places`` samples at once. Does not block.
 
         The future fails with InvalidStateError if there is another evaluation, with EngineError after :meth:`close`,
         and with DataError if there are no prompts. It cannot be cancelled.
@@ -146,30 +166,40 @@ class Evaluator:
             elif not prompts:
                 answer.set_exception(_no_prompts())
             else:
-                self._current = _CurrentEvaluation(prompts, answer)
+                self._current = self._new(prompts, answer, places)
         return answer
+
+    def _new(self, prompts: list[Prompt], answer: Future[Evaluation], places: int) -> _CurrentEvaluation:
+        whole, rest = divmod(self._samples, size := min(self._group_size, places))
+        sizes = [size] * whole + [rest] * bool(rest)
+        waiting = deque((index, size) for index in range(len(prompts)) for size in sizes)
+        return _CurrentEvaluation(prompts, answer, places, waiting)
 
     @property
     def is_active(self) -> bool:
         """Whether there is an evaluation, started or not."""
         return self._current is not None
 
-    def start(self, generate: Callable[[Prompt, int], PendingGroup]) -> None:
-        """Start a waiting evaluation. ``generate(prompt, size)`` begins a group of ``size`` samples."""
-        whole, rest = divmod(self._samples, self._group_size)
-        sizes = [self._group_size] * whole + [rest] * bool(rest)
+    def start(self, generate: Callable[[Prompt, int], PendingGroup], *, room: int = sys.maxsize) -> None:
+        """Start waiting groups, up to ``room`` samples. ``generate(prompt, size)`` begins a group of ``size``."""
+        running = self.running
         with self._lock:
             current = self._current
-            if current is not None and current.groups is None:
-                current.groups = [
-                    (index, generate(prompt, size)) for index, prompt in enumerate(current.prompts) for size in sizes
-                ]
+            while current is not None and current.waiting:
+                index, size = current.waiting[0]
+                if size > min(room, current.places - running):
+                    return
+                current.waiting.popleft()
+                group = generate(current.prompts[index], size)
+                current.groups.append((index, group))
+                current.running.append(group)
+                room, running = room - size, running + size
 
     def restart(self) -> None:
         """Forget the groups of the present evaluation; it waits for its start again."""
         with self._lock:
             if self._current is not None:
-                self._current = _CurrentEvaluation(self._current.prompts, self._current.answer)
+                self._current = self._new(self._current.prompts, self._current.answer, self._current.places)
 
     def collect(self, *, incarnation: int) -> list[PendingGroup]:
         """Once all prompts are scored or have failed, score the failed ones again, or give the result.
@@ -178,7 +208,7 @@ class Evaluator:
         incarnation of the engine's weights.
         """
         current = self._current
-        if current is None or current.groups is None or not all(group.is_scored for _, group in current.groups):
+        if current is None or current.waiting or not all(group.is_scored for _, group in current.groups):
             return []
         failed = [(index, group) for index, group in current.groups if group.result().failure is not None]
         if failed and current.attempt < _ATTEMPTS:
@@ -199,7 +229,7 @@ class Evaluator:
     def _outcome(
         self, current: _CurrentEvaluation, failed: Sequence[tuple[int, PendingGroup]], incarnation: int
     ) -> Evaluation | DataError:
-        groups = current.groups or []
+        groups = current.groups
         unjudged = {index for index, _ in failed}
         versions = [version for _, group in groups if (version := _oldest_version(group)) is not None]
         if failed and not self._skips:

@@ -131,7 +131,7 @@ class SampleGenerator(ABC):
 
     @abstractmethod
     def room(self) -> int:
-        """Return how many more training groups can start now."""
+        """Return how many more samples can start now; 0 or less if samples already wait."""
 
     @abstractmethod
     def pending(self) -> int:
@@ -193,7 +193,7 @@ class GroupGenerator(SampleGenerator):
         self._next_number = 0
 
     def room(self) -> int:
-        return self._engine.capacity() // self._group_size
+        return self._engine.capacity()
 
     def pending(self) -> int:
         return len(self._groups)

@@ -38,6 +38,7 @@ class LeaseQueue:
         self._ledger = ledger
         self._request: Future[list[PromptLease]] | None = None
         self._waiting: list[PromptLease] = []
+        self._requested = 0
         self.leased_unix_s = 0.0
         """When the present leases arrived, in seconds since 1970."""
 
@@ -48,6 +49,11 @@ class LeaseQueue:
         return iter(self._waiting)
 
     @property
+    def promised(self) -> int:
+        """The number of prompts that wait, or may still come for the open request."""
+        return len(self._waiting) if self._request is None else self._requested
+
+    @property
     def is_empty(self) -> bool:
         """Whether no lease waits, and none is on its way."""
         return self._request is None and not self._waiting
@@ -55,7 +61,7 @@ class LeaseQueue:
     def refill(self, *, room: int) -> None:
         """Request ``room`` leases if none wait. If the answer to the open request has come, take its leases."""
         if self._request is None and not self._waiting and room > 0:
-            self._request = self._ledger.lease(room)
+            self._request, self._requested = self._ledger.lease(room), room
         if self._request is not None and self._request.done():
             self._waiting, self._request = self._request.result(), None
             self.leased_unix_s = time.time()

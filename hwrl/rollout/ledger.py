@@ -125,8 +125,8 @@ class PromptLedger:
     With fewer than max_staleness × groups_per_version, training places before the deadlines stay free, and younger
     groups may take them before an older running one.
 
-    ``teaches`` decides whether a finished group is trained or filtered; None filters none. ``max_filtered_in_a_row``
-    filtered groups in a row are an error.
+    ``teaches`` decides whether a finished group is trained or filtered; None filters none. Up to
+    ``max_filtered_in_a_row`` groups in a row are filtered; the next one is an error.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class PromptLedger:
         self._filtered.add(group.sequence_number)
         self._untrained.filtered.append(group.sequence_number)
         self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self._max_filtered_in_a_row:
+        if self._filtered_in_a_row > self._max_filtered_in_a_row:
             raise DataError(
                 f"the last {self._filtered_in_a_row} groups taught nothing",
                 why=f"algorithm.filter_groups found equal rewards in each; those of the last are {group.rewards[0]:g}",

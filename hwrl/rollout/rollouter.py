@@ -41,8 +41,9 @@ class LoopSettings:
     weights between two tokens, and unfinished responses continue with them. Without it, a waiting update keeps new
     prompts from starting, and is taken when the running ones are finished. With ``sleep_level`` the engine sleeps while
     it is idle (:meth:`~hwrl.interfaces.rollout.RolloutEngine.sleep`); with None it never does.
-    Evaluations have ``eval_temperature`` (0: greedy) and ``eval_samples`` responses to each prompt. With
-    ``skips_failures`` an evaluation leaves out the prompts that cannot be scored; otherwise it fails.
+    Evaluations have ``eval_temperature`` (0: greedy) and ``eval_samples`` responses to each prompt. Beside training
+    prompts they use the share ``eval_share`` of the places for samples, at least one, and leave a group's places to
+    training. With ``skips_failures`` an evaluation leaves out the prompts that cannot be scored; otherwise it fails.
 
     One prompt in ``trace_every`` is traced: those with a sequence number that is a multiple of it. With 0 none is.
     ``replica`` is this rollouter's name in traces.
@@ -52,6 +53,7 @@ class LoopSettings:
     group_size: int
     eval_temperature: float = 0.0
     eval_samples: int = 1
+    eval_share: float = 0.25
     skips_failures: bool = False
     partial_rollout: bool = True
     sleep_level: int | None = None
@@ -86,6 +88,7 @@ class Rollouter:
         self._weights, self._ledger, self._prompts, self._rewards = weights, ledger, prompts, rewards
         self._settings = settings
         self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
+        self._spare_places = max(0, self._generator.room() - settings.group_size)  # beside a training group
         self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger, interval_s=report_interval_s)
         self._evaluator = Evaluator(
             rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
@@ -103,13 +106,16 @@ class Rollouter:
 
     # -- calls from other threads -------------------------------------------------------------------------------
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
-        """Evaluate ``prompts`` beside the training prompts. Does not block.
+    def evaluate(self, prompts: Sequence[Prompt], *, alone: bool = False) -> Future[Evaluation]:
+        """Evaluate ``prompts`` beside the training prompts, or ``alone``, with all places. Does not block.
 
         Weight updates continue meanwhile. One evaluation at a time; the future has an EngineError if :meth:`run` ends
         first.
         """
-        return self._evaluator.request(prompts)
+        places = self._spare_places + self._settings.group_size
+        if not alone:
+            places = min(int(places * self._settings.eval_share), self._spare_places)
+        return self._evaluator.request(prompts, places=max(1, places))
 
     def leave(self) -> None:
         """Let :meth:`run` return when its leased prompts are finished; lease no more of them. Does not block."""
@@ -209,7 +215,7 @@ class Rollouter:
         self._had_weights |= self.engine.version >= 0
         if not self._had_weights:
             return
-        self._leases.refill(room=0 if self._leaving.is_set() else self._generator.room())
+        self._leases.refill(room=0 if self._leaving.is_set() else self._room_for_groups())
         if self._leases or self._evaluator.is_waiting or self._generator.pending():
             if self._sleeper.asleep:
                 with self._clock.during("sleep"):
@@ -219,9 +225,16 @@ class Rollouter:
             self._start_evaluation()
             self._start_leased()
 
+    def _room_for_groups(self) -> int:
+        """Return how many training groups can start now. An evaluation's places count as taken, but for one group's."""
+        room = self._generator.room() + self._evaluator.running - min(self._evaluator.places, self._spare_places)
+        return room // self._settings.group_size
+
     def _start_evaluation(self) -> None:
         sampling = replace(self._settings.sampling, temperature=self._settings.eval_temperature)
-        self._evaluator.start(lambda prompt, size: self._generator.start(prompt, sampling, size=size))
+        room = self._generator.room() - self._leases.promised * self._settings.group_size
+        room += max(0, self._evaluator.places - self._spare_places)  # these may be above the limit
+        self._evaluator.start(lambda prompt, size: self._generator.start(prompt, sampling, size=size), room=room)
 
     def _start_leased(self) -> None:
         settings = self._settings

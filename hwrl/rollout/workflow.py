@@ -182,7 +182,7 @@ class WorkflowGenerator(SampleGenerator):
 
     def room(self) -> int:
         running = sum(run.group.size - len(run.group.samples) for run in self._runs)
-        return max(0, self._settings.max_samples - running) // self._settings.group_size
+        return self._settings.max_samples - running
 
     def pending(self) -> int:
         return len(self._runs)
@@ -332,7 +332,7 @@ class WorkflowGenerator(SampleGenerator):
     async def _make_sample(self, run: _GroupRun, index: int) -> Sequence[Trajectory] | str:
         """Return the trajectories of a sample, or the reason of the last attempt's failure."""
         trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
-        async with self._slots:  # an evaluation starts all of its prompts at once
+        async with self._slots:  # an evaluation may start one sample more than there is room for
             return await self._run_workflow(run)
 
     async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:

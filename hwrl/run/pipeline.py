@@ -11,10 +11,8 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from ray.exceptions import RayError
-
 from hwrl.discovery import get_backend
-from hwrl.errors import DataError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
+from hwrl.errors import CheckpointSaveError, attempt_all, note
 from hwrl.interfaces import PromptGroup, RunStatus
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import TENSORBOARD, Config
@@ -75,10 +73,9 @@ class Pipeline:
     - ``close()`` ends all processes, also after an error. Errors during ``close()`` are added as notes to the error
       that ended the run.
 
-    A changed input, bad data and an unusable run directory also end the run, but only after a checkpoint of the
-    finished steps. During a training step there is no such checkpoint: the ledger counts the step's prompts as trained,
-    and the weights may be half updated. Then, and after any other HwrlError, the steps since the last checkpoint are
-    lost.
+    Whatever error ends the run, ``close()`` first saves the finished steps if the trainers are alive and between two
+    steps. After an error in a step they are, if the step had not begun to change the weights. Only a KeyboardInterrupt
+    saves nothing. A note on the error names the checkpoint, or the number of the lost steps and the reason.
     """
 
     def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
@@ -89,7 +86,8 @@ class Pipeline:
         self._evaluation: ShardedEvaluation | None = None
         self._evaluated: tuple[int, int] | None = None  # incarnation and version of the newest finished evaluation
         self._saved_step = self._first_step = 0
-        self._batch_is_open = False  # whether the ledger may count a batch as trained that the trainer has not finished
+        self._ledger_state = EMPTY_LEDGER  # of the last finished step
+        self._open_batch: BatchInfo | None = None  # of the step that is being trained
         self._started_s = 0.0
         self._has_begun = self._was_interrupted = False
         self.step = 0
@@ -111,16 +109,20 @@ class Pipeline:
                 return self._finish()
             except TrainerDiedError as cause:
                 self._recover(cause)
-            except (RunDirectoryError, InputChangedError, DataError) as error:
-                self._save_before(error)
-                raise
 
     def close(self, *, after: BaseException | None = None) -> None:
-        """End all processes and close the files. ``after`` is the error that ended the run, None if it ended well."""
-        actions = [lambda: self._fleet.close(failed=after is not None)]
-        if self._opened_report is not None:
-            actions.append(partial(self._opened_report.close, self._status(after)))
-        attempt_all(*actions, after=after)
+        """End all processes and close the files. ``after`` is the error that ended the run, None if it ended well.
+
+        After an error it first saves the finished steps.
+        """
+        try:
+            if after is not None:
+                self._save_before(after)
+        finally:
+            actions = [lambda: self._fleet.close(after=after)]
+            if self._opened_report is not None:
+                actions.append(partial(self._opened_report.close, self._status(after)))
+            attempt_all(*actions, after=after)
 
     def _status(self, error: BaseException | None) -> RunStatus:
         if error is not None and not isinstance(error, KeyboardInterrupt):
@@ -164,9 +166,9 @@ class Pipeline:
         restored = self._fleet.trainers.restore() if resume else None
         self.step = self._saved_step = 0 if restored is None else restored.step
         self._first_step = self.step + 1
-        ledger = EMPTY_LEDGER if restored is None else restored.ledger
-        self._fleet.ledger.load_state_dict(ledger, self._fleet.trainers.incarnation)
-        self._batch_is_open = False
+        self._ledger_state = EMPTY_LEDGER if restored is None else restored.ledger
+        self._open_batch = None
+        self._fleet.ledger.load_state_dict(self._ledger_state, self._fleet.trainers.incarnation)
         if resume:
             self._log_restored(restored)
         earlier = () if self._opened_report is None else self._opened_report.trackers
@@ -233,17 +235,16 @@ class Pipeline:
     def _train_step(self) -> None:
         """Do one training step; then start an evaluation and save a checkpoint if they are due.
 
-        Return without a step if a signal is pending, or a replacement replica has found a changed input, before the
-        batch has arrived.
+        Return without a step if a signal is pending before the batch has arrived.
         """
         version, requested_s = self._version, time.perf_counter()
         groups, info = self._take_batch(version)
         if info is None:
             return
         began_unix_s, waited_s = time.time(), time.perf_counter() - requested_s
+        self._open_batch = info
         outcome = self._fleet.trainers.step(groups)
-        self.step += 1
-        self._batch_is_open = False
+        self._finish_batch(info)
         line = self._record_step(outcome, info, waited_s=waited_s)
         self._trace_step(outcome, info, version=version, began_unix_s=began_unix_s)
         profiled = self._config.train.profile_steps
@@ -258,28 +259,23 @@ class Pipeline:
         self._fleet.note_progress()
 
     def _take_batch(self, version: int) -> tuple[Answer[list[PromptGroup]], BatchInfo | None]:
-        """Wait for the batch of the next step; return it with its description, None if the run must end first."""
-        groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
-        self._batch_is_open = True  # the ledger may give it at any time
-        if not self._wait_for_batch(answer):
-            self._fleet.ledger.abandon_take()
-        # None means that we abandoned the request. If the ledger gave a batch before that, it counts the batch as
-        # trained. So we must train on it. If the ledger raises an error, it has given no batch.
-        info = None
-        try:
-            info = self._fleet.ledger.value_of(answer)
-        finally:
-            self._batch_is_open = info is not None
-        return groups, info
+        """Wait for the batch of the next step; return it with its description, None if a signal came first.
 
-    def _wait_for_batch(self, answer: Answer[BatchInfo | None]) -> bool:
-        """Wait for the batch, and send weights to new receivers meanwhile. Return False if the run must end first."""
+        Sends weights to new receivers meanwhile.
+        """
+        groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
         with self._fleet.waiting_for("a batch of finished prompts"):
             while answer not in self._fleet.watch([answer]):
-                if self._interrupts.pending or self._fleet.replicas.input_changed:
-                    return False
+                if self._interrupts.pending:
+                    self._fleet.ledger.abandon_take()
+                    break
                 self._fleet.serve_new_receivers()
-        return True
+        return groups, self._fleet.ledger.value_of(answer)  # a batch that was given before is trained on
+
+    def _finish_batch(self, info: BatchInfo) -> None:
+        """Count the step on the batch ``info`` as finished."""
+        self.step += 1
+        self._ledger_state, self._open_batch = info.ledger, None
 
     def _record_step(self, outcome: StepOutcome, info: BatchInfo, *, waited_s: float) -> Metrics:
         self._log_failed(info.untrained.failed)
@@ -335,37 +331,61 @@ class Pipeline:
     def _save(self) -> None:
         """Save a checkpoint, and add its metrics to the line of the saved step."""
         self._report.sync()  # metrics.jsonl must hold every step of a checkpoint
-        metrics = self._fleet.trainers.save(self._fleet.ledger.state_dict())
+        metrics = self._fleet.trainers.save(self._ledger_state)
         self._saved_step = self.step
         self._report.amend(metrics)
 
-    def _save_before(self, error: HwrlError) -> None:
+    def _save_before(self, error: BaseException) -> None:
         """Save a checkpoint of the finished steps before ``error`` ends the run; note the outcome on ``error``.
 
-        Saves nothing while a batch is open: a resumed run would never train on it. Writes nothing to the report,
-        because ``error`` may come from it.
+        If the trainers are in the middle of a step, it cannot be saved. Nor is it after a KeyboardInterrupt: the user
+        wants the end at once.
         """
-        if self._saved_step == self.step:
+        if self._saved_step == self.step and self._open_batch is None:
             return
-        if self._batch_is_open:
-            error.add_note(
-                "then no checkpoint was saved, because a step was under way; resume=true continues from the last one"
-            )
-            return
-        try:
-            self._fleet.trainers.save(self._fleet.ledger.state_dict())
-            self._fleet.trainers.close()  # waits for a save in the background
-        except (TrainerDiedError, HwrlError, RayError) as exc:
-            note(error, exc)
+        self._interrupts.defer_message = "the finished steps are being saved"
+        reason, before = "the run was to stop at once", self._saved_step
+        if not isinstance(error, KeyboardInterrupt):
+            try:
+                reason = self._try_to_save()
+            except TrainerDiedError as exc:
+                reason = f"a trainer died: {exc}"
+            except Exception as exc:  # noqa: BLE001 - it becomes a note on the error that ended the run
+                note(error, exc)
+                reason = "no checkpoint could be saved"
+        directory = self._config.dir / "checkpoints"
+        if self._saved_step < self.step:
+            lost = f"{self.step - self._saved_step} finished step(s) were lost, because {reason}"
+            error.add_note(f"then {lost}; the last checkpoint in {directory} is of step {self._saved_step}")
+        elif self._saved_step > before:
+            error.add_note(f"then step {self.step} was saved in {directory}; resume=true continues from it")
+
+    def _try_to_save(self) -> str:
+        """Save the finished steps and wait for the checkpoint. Return the reason if that is not possible, else ""."""
+        finished, batch = self._fleet.trainers.finished_step(), self._open_batch
+        if batch is not None and finished == self.step + 1:  # an error after the step: in sending its weights, say
+            self._finish_batch(batch)
         else:
-            error.add_note(f"then a checkpoint of step {self.step} was saved; resume=true continues from it")
+            batch = None
+        if finished != self.step:
+            return "the step under way had changed the weights in part"
+        if self._saved_step < self.step:
+            try:
+                self._fleet.trainers.save(self._ledger_state)
+            except CheckpointSaveError:  # perhaps the error of the save before, in the background
+                self._fleet.trainers.save(self._ledger_state)
+            self._fleet.trainers.close()  # waits for a save in the background
+            self._saved_step = self.step
+        if batch is not None:
+            self._report.add(self.step, {}, prompts=batch.sequence_numbers, untrained=batch.untrained)
+        return ""
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    def _begin_evaluation(self) -> None:
+    def _begin_evaluation(self, *, alone: bool = False) -> None:
         """Start an evaluation on the running replicas. Does nothing while an earlier one still runs."""
         if self._config.data.eval is not None and self._evaluation is None:
-            self._evaluation = self._fleet.replicas.evaluate()
+            self._evaluation = self._fleet.replicas.evaluate(alone=alone)
 
     def _wait_for_evaluation(self) -> Metrics | None:
         """Wait for a running evaluation or a signal; then return the result of :meth:`_collect_evaluation`.
@@ -377,8 +397,6 @@ class Pipeline:
                 self._evaluation.poll()
                 if self._evaluation.is_over:
                     break
-                if self._evaluation.is_stalled:
-                    self._fleet.replicas.raise_if_input_changed()
                 self._fleet.watch([])
                 self._fleet.serve_new_receivers()
         return self._collect_evaluation()
@@ -460,9 +478,8 @@ class Pipeline:
         """Start an evaluation as soon as a replica runs. Return without one on a signal."""
         with self._fleet.waiting_for("a replica for the evaluation"):
             while self._evaluation is None and not self._interrupts.pending:
-                self._begin_evaluation()
+                self._begin_evaluation(alone=True)
                 if self._evaluation is None:
-                    self._fleet.replicas.raise_if_input_changed()
                     self._fleet.watch([])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, in_one_line
 from hwrl.interfaces import Advantage, PromptGroup
 
 Doubles = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantag
     known = _ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
     if known is None:
         assert not isinstance(estimator, str), f"{estimator} is no advantage"
-        return torch.from_numpy(_checked(estimator(groups), groups, estimator))
+        return torch.from_numpy(_checked(groups, estimator))
     per_token = any(group.token_rewards is not None for group in groups)
     found = np.concatenate([_of_group(group, known, per_token=per_token) for group in groups])
     if known.whitened:
@@ -113,10 +113,18 @@ def _whiten(values: Doubles, groups: Sequence[PromptGroup], *, per_token: bool) 
     return whitened
 
 
-def _checked(found: object, groups: Sequence[PromptGroup], function: Advantage) -> npt.NDArray[np.float32]:
-    """Return a user's advantages as float32. Raises DataError."""
+def _checked(groups: Sequence[PromptGroup], function: Advantage) -> npt.NDArray[np.float32]:
+    """Return the advantages of a user's function as float32. Raises DataError."""
     rows, tokens = sum(group.size for group in groups), sum(len(group.token_ids) for group in groups)
     name = getattr(function, "__name__", repr(function))
+    try:
+        found = function(groups)
+    except Exception as exc:
+        raise DataError(
+            f"the advantages of {name} cannot be computed",
+            why=f"the function raised {in_one_line(exc)}",
+            fix="correct the function that algorithm.advantage names",
+        ) from exc
     try:
         values = np.asarray(found, dtype=np.float32)
     except (TypeError, ValueError) as exc:

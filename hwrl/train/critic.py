@@ -173,7 +173,7 @@ class CriticEngine(FsdpEngine):
     def fit(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on a batch with values and returns; return metrics averaged over all ranks' tokens.
 
-        Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
+        Raises NonFiniteGradientError on all ranks, with unchanged weights, if the gradients are not finite.
         """
         return self.train_batch(batch, loss=_NO_POLICY)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, in_one_line
 from hwrl.interfaces import LossInputs, TokenLoss
 from hwrl.train.choices import KlEstimator, RejectionMode
 
@@ -137,8 +137,15 @@ class UserLoss:
         return cls(function, **{name: bool(getattr(function, name, False)) for name in names})
 
     def __call__(self, inputs: LossInputs, /) -> LossResult:
-        """Return the function's result. Raises DataError if it is no loss and metrics of each token."""
-        result = self.function(inputs)
+        """Return the function's result. Raises DataError if it raises, or returns no loss and metrics of each token."""
+        try:
+            result = self.function(inputs)
+        except Exception as exc:
+            raise DataError(
+                f"the loss {getattr(self.function, '__name__', self.function)!r} raised an error",
+                why=f"with {len(inputs.logprobs)} tokens: {in_one_line(exc)}",
+                fix="correct the function that algorithm.loss names",
+            ) from exc
         match result:
             case (torch.Tensor() as per_token, dict() as metrics):
                 tensors = [per_token, *metrics.values()]

@@ -9,11 +9,11 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
-from hwrl.errors import DataError, EngineError
+from hwrl.errors import CommAbortedError, DataError, NonFiniteGradientError
 from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, LossInputs, TokenLoss, TrainEngine
 from hwrl.train.activations import ranks_on_device, usable_nbytes
 from hwrl.train.context_parallel import ContextGroup
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 class PolicyEngine(TrainEngine):
     """The training step on micro-batches. A subclass has the model, its gradients and its optimizer.
 
-    ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the optimizer
-    steps, and is the position in the learning-rate schedule; a subclass restores it with its state. :attr:`scorer`
+    ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` is also the position
+    in the learning-rate schedule; a subclass restores it with its state. :attr:`scorer`
     computes log-probabilities and entropies from the last hidden states. A subclass may set :attr:`_context`, the group
     of ranks that share each pack.
     """
 
+    updates: int = 0
     _context: ContextGroup | None = None
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         self.settings = settings
         self.scorer = OutputScorer(settings.temperature)
-        self.updates = 0
         self._backend, self._group = backend, group
         self._agreed_loss: TokenLoss | None = None
+        self._loss_error: Exception | None = None  # of this step
         self._ranks_on_device = ranks_on_device(group, backend)
 
     # -- implemented by a subclass ------------------------------------------------------------------------------
@@ -90,15 +91,16 @@ class PolicyEngine(TrainEngine):
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
                     inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
             norm = self._clip_gradients()
+            if not math.isfinite(norm):
+                self._refuse_step(norm, totals, tokens, loss)
             self._require_same_metrics(totals, loss)
             metrics = self._mean_over_ranks(totals, tokens)
-            _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
+            self.updates += 1
             with self._backend.range("hwrl.update"):
                 self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
-        self.updates += 1
         real, all_inputs = self._reduce(inputs, op="sum")
         rest = {"grad_norm": norm, "learning_rate": learning_rate, "padding_share": 1 - real / all_inputs}
         return {**metrics, **rest}
@@ -137,7 +139,7 @@ class PolicyEngine(TrainEngine):
 
     def _scoring_for(self, part: MicroBatch, loss: TokenLoss, scale: float) -> AbstractContextManager[None]:
         """Let the scorer prepare for ``loss``; for a token-local one, it computes the gradients, times ``scale``."""
-        known = functools.partial(_loss_gradient, part, loss, scale) if loss.token_local else None
+        known = functools.partial(self._loss_gradient, part, loss, scale) if loss.token_local else None
         return self.scorer.for_loss(known, entropy_gradient=loss.needs_entropy_gradient)
 
     def _loss(
@@ -152,7 +154,7 @@ class PolicyEngine(TrainEngine):
         inputs, own = part.loss_inputs(logprobs, entropy, slice(None)), slice(None)
         if self._context is not None and not loss.token_local:
             inputs, own = self._context.whole_inputs(inputs, part.share_tokens)
-        per_token, metrics = _weighted_loss(part, loss, inputs)
+        per_token, metrics = self._weighted_loss(part, loss, inputs)
         kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {"loss": per_token.detach()[own], **{name: value[own] for name, value in metrics.items()}}
         metrics |= {"mismatch_kl": kl, "entropy": entropy.detach()}
@@ -209,6 +211,67 @@ class PolicyEngine(TrainEngine):
         scores = self.scorer.needed_nbytes(self.settings.micro_batch_tokens // self._share.count, vocabulary)
         return usable_nbytes(self._backend.memory_info(), ranks=self._ranks_on_device, scores_nbytes=scores)
 
+    def _weighted_loss(
+        self, part: MicroBatch, loss: TokenLoss, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the ``loss`` of each token of ``inputs``, times the weight of its row in ``part``; and its metrics.
+
+        If the loss raises an error, and there are other ranks, the losses are NaN. So the pass ends, for collectives
+        of the other ranks, and :meth:`_refuse_step` raises the error.
+        """
+        try:
+            per_token, metrics = loss(inputs)
+        except Exception as exc:
+            if self._ranks == 1:
+                raise
+            self._loss_error = exc
+            per_token, metrics = inputs.logprobs * math.nan, {}
+        return per_token if part.weights is None else per_token * part.weights[inputs.rows], metrics
+
+    def _loss_gradient(
+        self,
+        part: MicroBatch,
+        loss: TokenLoss,
+        scale: float,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        targets: slice,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of the scaled loss by ``logprobs`` and ``entropy`` of ``targets``; 0 for padding.
+
+        The second is None if the loss does not need it.
+        """
+        wanted = [logprobs, entropy] if loss.needs_entropy_gradient else [logprobs]
+        gradients = [torch.zeros_like(each) for each in wanted]
+        count = min(targets.stop, part.trained_tokens) - targets.start
+        if count > 0:
+            known = [each[:count].requires_grad_() for each in wanted]
+            of_entropy = known[1] if loss.needs_entropy_gradient else entropy[:count]
+            with torch.enable_grad():
+                inputs = part.loss_inputs(known[0], of_entropy, slice(targets.start, targets.start + count))
+                per_token, _ = self._weighted_loss(part, loss, inputs)
+                found = torch.autograd.grad(per_token.sum() * scale, known)
+            for gradient, values in zip(gradients, found, strict=True):
+                gradient[:count] = values
+        return gradients[0], gradients[1] if len(gradients) > 1 else None
+
+    def _refuse_step(self, norm: float, totals: Mapping[str, torch.Tensor], tokens: float, loss: TokenLoss) -> NoReturn:
+        """Raise the error of a step with a ``norm`` that is not finite, on all ranks. Collective."""
+        error, self._loss_error = self._loss_error, None
+        has_failed = bool(self._reduce([float(error is not None)], op="max")[0])
+        if error is not None:
+            raise error
+        if has_failed:
+            raise CommAbortedError("this step was given up", why="the loss raised an error on another rank")
+        self._require_same_metrics(totals, loss)
+        raise NonFiniteGradientError(
+            f"the norm of the gradients is {norm}",
+            why=f"a step with them would destroy the weights; the metrics of the step: "
+            f"{self._mean_over_ranks(totals, tokens)}",
+            fix="lower optimizer.learning_rate or optimizer.max_grad_norm, or set model.dtype=float32; if it happens at"
+            " the first step, look for NaN in the model's weights",
+        )
+
     # -- ranks --------------------------------------------------------------------------------------------------
 
     @property
@@ -247,44 +310,4 @@ class PolicyEngine(TrainEngine):
         return reduced
 
 
-def _weighted_loss(
-    part: MicroBatch, loss: TokenLoss, inputs: LossInputs
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the ``loss`` of each token of ``inputs``, times the weight of its row in ``part``; and its metrics."""
-    per_token, metrics = loss(inputs)
-    return per_token if part.weights is None else per_token * part.weights[inputs.rows], metrics
-
-
-def _loss_gradient(
-    part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, entropy: torch.Tensor, targets: slice
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the scaled loss by ``logprobs`` and ``entropy`` of ``targets``; 0 for padding.
-
-    The second is None if the loss does not need it.
-    """
-    wanted = [logprobs, entropy] if loss.needs_entropy_gradient else [logprobs]
-    gradients = [torch.zeros_like(each) for each in wanted]
-    count = min(targets.stop, part.trained_tokens) - targets.start
-    if count > 0:
-        known = [each[:count].requires_grad_() for each in wanted]
-        of_entropy = known[1] if loss.needs_entropy_gradient else entropy[:count]
-        with torch.enable_grad():
-            inputs = part.loss_inputs(known[0], of_entropy, slice(targets.start, targets.start + count))
-            per_token, _ = _weighted_loss(part, loss, inputs)
-            found = torch.autograd.grad(per_token.sum() * scale, known)
-        for gradient, values in zip(gradients, found, strict=True):
-            gradient[:count] = values
-    return gradients[0], gradients[1] if len(gradients) > 1 else None
-
-
 _NO_ROWS = torch.empty(0, dtype=torch.long)
-
-
-def _require_finite(norm: float, metrics: Mapping[str, float]) -> None:
-    if not math.isfinite(norm):
-        raise EngineError(
-            f"the norm of the gradients is {norm}",
-            why=f"a step with them would destroy the weights; the metrics of the step: {metrics}",
-            fix="resume from the last checkpoint with a lower optimizer.learning_rate or optimizer.max_grad_norm, or "
-            "model.dtype=float32; if it happens at the first step, look for NaN in the model's weights",
-        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hwrl.clock import ActivityClock
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, NonFiniteGradientError
 from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.advantages import group_advantages
 from hwrl.train.aggregation import row_weights
@@ -23,6 +25,8 @@ from hwrl.train.padding import collate, token_rewards
 if TYPE_CHECKING:
     from hwrl.train.critic import CriticEngine
     from hwrl.train.flops import ModelFlops
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class AsyncTrainer:
     The advantages come from the rewards of a trajectory's group, or from the ``critic`` if there is one (PPO). The
     critic trains after the policy, and after the transfer. So the replicas do not wait for it, and the two models take
     turns on the device.
+
+    An update whose gradients are not finite is skipped, and counted in ``skipped_steps``. After more than
+    ``max_skipped_in_a_row`` of them without another update in between, the next ``step`` raises EngineError.
     """
 
     def __init__(
@@ -92,15 +99,19 @@ class AsyncTrainer:
         incarnation: int = 0,
         flops: ModelFlops | None = None,
         critic: CriticEngine | None = None,
+        max_skipped_in_a_row: int = 0,
     ) -> None:
         self.engine, self._critic = engine, critic
         self._for_critic: list[Batch] = []
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._skipped: dict[str, list[NonFiniteGradientError]] = {"actor": [], "critic": []}  # in a row
         self._flops = flops
         self._incarnation, self._algorithm = incarnation, algorithm
         self._max_staleness = max_staleness
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
         self._clock = ActivityClock("wait")
         self._reported_seconds: dict[str, float] = {}
+        self._updates_before: list[int | None] | None = None  # of the engines, at the start of an unfinished step
         self.steps_done = 0
 
     @property
@@ -113,6 +124,8 @@ class AsyncTrainer:
 
         With a critic, :meth:`train_critic` must follow before anything else.
         """
+        self._updates_before = self._updates()
+        self._check_skipped()
         consumed = self._consumed_metrics(groups)
         overlong = self._algorithm.overlong
         groups, shaped = (groups, {}) if overlong is None else overlong.apply(groups)
@@ -124,6 +137,8 @@ class AsyncTrainer:
         with self.stepping():
             trained = self._train(groups, division)
         self.steps_done += 1
+        if self._critic is None:
+            self._updates_before = None
         balance = {"perf/imbalance": imbalance(division, work.costs), "weights/version": float(self.version)}
         return TrainedStep(
             {**consumed, **shaped, **trained, **balance},
@@ -141,8 +156,9 @@ class AsyncTrainer:
         if self._critic is None or not parts:
             return {}
         with self._clock.during("critic"), self._critic.on_device(optimizer=True):
-            metrics = [self._critic.fit(part) for _ in range(self._algorithm.ppo_epochs) for part in parts]
-        return _join(metrics, of="critic")
+            metrics = self._updated(parts, self._critic.fit, of="critic")
+        self._updates_before = None
+        return metrics
 
     # -- times and moves of the parts of a step --------------------------------------------------------------------
 
@@ -170,9 +186,21 @@ class AsyncTrainer:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @property
+    def finished_step(self) -> int | None:
+        """The step whose result the models have; None if they have changed only in part since then.
+
+        After an error in a step it is the step before, if no update of the weights had begun.
+        """
+        before = self._updates_before
+        return self.steps_done if before is None or (None not in before and before == self._updates()) else None
+
+    def _updates(self) -> list[int | None]:
+        return [self.engine.updates, 0 if self._critic is None else self._critic.updates]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state. The engine's tensors have their own ``state_dict``."""
-        assert not self._for_critic, "train_critic comes first"
+        assert self.finished_step is not None, "the step has to end first"
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,9 +226,11 @@ class AsyncTrainer:
         if self._needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
+        if self._trains_policy:
+            metrics |= self._train_policy(parts)
         if self._critic is not None:
             self._for_critic = parts
-        return {**metrics, **self._train_policy(parts)} if self._trains_policy else metrics
+        return metrics
 
     @property
     def _trains_policy(self) -> bool:
@@ -230,11 +260,31 @@ class AsyncTrainer:
         return batch
 
     def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
-        loss = self._algorithm.loss
-        return _join(
-            [self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts],
-            of="actor",
-        )
+        return self._updated(parts, partial(self.engine.train_batch, loss=self._algorithm.loss), of="actor")
+
+    def _updated(
+        self, parts: Sequence[Batch], train: Callable[[Batch], dict[str, float]], *, of: str
+    ) -> dict[str, float]:
+        """Make an update with each part in each epoch, and skip those without a finite gradient; return the metrics."""
+        rows = []
+        for part in [*parts] * self._algorithm.ppo_epochs:
+            try:
+                rows.append({**train(part), "skipped_steps": 0.0})
+                self._skipped[of].clear()
+            except NonFiniteGradientError as error:
+                _log.warning("an update of the %s is skipped: %s (%s)", of, error.what, error.why)
+                rows.append({"skipped_steps": 1.0})
+                self._skipped[of].append(error)
+        return _join(rows, of=of)
+
+    def _check_skipped(self) -> None:
+        for of, errors in self._skipped.items():
+            if len(errors) > self._max_skipped_in_a_row:
+                raise EngineError(
+                    f"the last {len(errors)} updates of the {of} were skipped",
+                    why=f"{errors[-1].what}; {errors[-1].why}",
+                    fix=f"{errors[-1].fix}; optimizer.max_skipped_in_a_row is the limit",
+                )
 
     def _row_weights(
         self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]
@@ -330,17 +380,17 @@ def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def _join(metrics: Sequence[Mapping[str, float]], *, of: str) -> dict[str, float]:
-    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations.
+    """Return the metrics of a step from those of its mini-batches: means, and the sums of some counts.
 
     Metrics of the engine's speed are reported for the policy only: a critic's are left out.
     """
-    joined = {name: float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
-    if "recompilations" in joined:
-        joined["recompilations"] *= len(metrics)
+    values = {name: [row[name] for row in metrics if name in row] for row in metrics for name in row}
+    joined = {name: float((np.sum if name in _COUNTS else np.mean)(found)) for name, found in values.items()}
     speed = {f"perf/{name}": joined.pop(name) for name in _SPEED_METRICS if name in joined}
     return {**{f"{of}/{name}": value for name, value in joined.items()}, **(speed if of == "actor" else {})}
 
 
+_COUNTS = ("recompilations", "skipped_steps")
 _SPEED_METRICS = ("padding_share", "recompilations")
 """An engine's metrics of its speed; the others are about what it learns."""
 

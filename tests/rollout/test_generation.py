@@ -38,14 +38,14 @@ def test_groups_of_several_sizes_are_kept_apart() -> None:
     assert [len(group.samples) for group in (one, three)] == [1, 3]
 
 
-def test_there_is_room_for_whole_groups_only_and_dropping_frees_it() -> None:
+def test_room_counts_samples_and_dropping_frees_it() -> None:
     engine = CountingEngine(room=8)
     generator = GroupGenerator(engine, group_size=3)
-    assert generator.room() == 2
+    assert generator.room() == 8
     generator.start(Lengths()[5], Sampling(10), size=3)
-    assert generator.room() == 1
+    assert generator.room() == 5
     generator.drop()
-    assert generator.room() == 2 and not engine.pending()
+    assert generator.room() == 8 and not engine.pending()
 
 
 def test_a_prompts_own_limit_lowers_the_limit_of_the_sampling() -> None:

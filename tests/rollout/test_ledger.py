@@ -198,10 +198,10 @@ def test_rewards_of_tokens_are_variance_too() -> None:
 def test_too_many_filtered_groups_in_a_row_end_the_run_and_a_kept_one_begins_the_count_anew() -> None:
     ledger = filtering(batch=20, total=20, in_a_row=3)
     leases = ledger.lease(20, replica="a", now_s=0)
-    for lease, rewards in zip(leases, [EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL], strict=False):
+    for lease, rewards in zip(leases, [EQUAL, EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL, EQUAL], strict=False):
         ledger.complete(finished(lease, rewards=rewards))
-    with pytest.raises(DataError, match=r"last 3 groups taught nothing(.|\n)*the last are 1(.|\n)*easier prompts"):
-        ledger.complete(finished(leases[5], rewards=EQUAL))
+    with pytest.raises(DataError, match=r"last 4 groups taught nothing(.|\n)*the last are 1(.|\n)*easier prompts"):
+        ledger.complete(finished(leases[7], rewards=EQUAL))
 
 
 def test_a_skipped_prompt_has_failed_and_too_many_in_a_row_end_the_run() -> None:

@@ -370,3 +370,53 @@ def test_a_leaving_rollouter_finishes_its_prompts_and_the_request_on_its_way_and
         stop.set()
         running.join()
     assert sorted(group.sequence_number for group in desk.groups) == [1, 2] and answer.result(0) is not None
+
+
+class WatchedEngine(CountingEngine):
+    """Notes how many places are taken by evaluation prompts, which have 7 tokens, and by training prompts."""
+
+    def __init__(self, *, room: int) -> None:
+        super().__init__(room=room)
+        self.taken: list[tuple[int, int]] = []
+
+    def step(self) -> list[Completion]:
+        evaluated = sum(request.prompt_ids[0] == 7 for request, _ in self._running.values())
+        self.taken.append((evaluated, len(self._running) - evaluated))
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("room", "share", "samples", "evaluated", "trained"),
+    [(32, 0.25, 1, 8, 24), (32, 0.25, 11, 8, 24), (8, 0.25, 1, 2, 6), (8, 0.01, 4, 1, 6), (4, 1.0, 1, 2, 2)],
+)
+def test_an_evaluation_takes_its_share_of_the_places_and_training_keeps_the_others(
+    room: int, share: float, samples: int, evaluated: int, trained: int
+) -> None:
+    engine, desk = WatchedEngine(room=room), Desk([1] * 20_000)
+    rollouter = rollouter_of(desk, engine=engine, eval_share=share, eval_samples=samples)
+    steps(rollouter, 3)
+    answer = rollouter.evaluate([Lengths()[6]] * 1000)
+    steps(rollouter, 30)
+    assert not answer.done() and max(engine.taken) == (evaluated, trained)
+    assert min(room - sum(taken) for taken in engine.taken) >= 0
+    assert min(taken[1] for taken in engine.taken[2:]) >= trained - 1, "a group of two starts with two places"
+    assert {taken[0] for taken in engine.taken[20:]} <= {evaluated - 1, evaluated}
+    step_until(rollouter, answer.done)
+    assert len(answer.result().prompts) == 1000
+
+
+def test_an_evaluation_beside_groups_that_take_all_places_gets_one_more() -> None:
+    engine = WatchedEngine(room=2)
+    rollouter = rollouter_of(Desk([1] * 20_000), engine=engine)
+    answer = rollouter.evaluate([Lengths()[6]] * 3)
+    step_until(rollouter, answer.done)
+    assert max(taken[0] for taken in engine.taken) == 1
+    assert {taken[1] for taken in engine.taken} <= {1, 2}, "training waits for nothing"
+
+
+def test_an_evaluation_alone_takes_all_places() -> None:
+    engine = WatchedEngine(room=8)
+    rollouter = rollouter_of(Desk([]), engine=engine)
+    answer = rollouter.evaluate([Lengths()[6]] * 100, alone=True)
+    step_until(rollouter, answer.done)
+    assert engine.taken[0] == (8, 0) and max(engine.taken) == (8, 0)

@@ -123,9 +123,9 @@ def test_a_single_turn_as_a_workflow_is_the_single_turn(make: Make) -> None:
 def test_many_run_at_once_and_room_counts_their_samples(make: Make) -> None:
     generator = make(two_turns, max_samples=1000, engine=CountingEngine(room=4))
     groups = [start(generator) for _ in range(300)]
-    assert generator.room() == 200 and generator.pending() == 300
+    assert generator.room() == 400 and generator.pending() == 300
     step_to_the_end(generator)
-    assert all(group.is_generated for group in groups) and generator.room() == 500
+    assert all(group.is_generated for group in groups) and generator.room() == 1000
 
 
 def test_every_run_may_block_a_thread_of_its_own(make: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,6 +143,7 @@ def rollouter_of(
     rewards: Scorer | None = None,
     trace_every: int = 0,
     report_interval_s: float = 1.0,
+    **settings: Any,
 ) -> Rollouter:
     updater = updater or Updater(engine)
     return Rollouter(
@@ -158,6 +160,7 @@ def rollouter_of(
             sleep_level=sleep_level,
             trace_every=trace_every,
             replica="replica-0",
+            **settings,
         ),
         report_interval_s=report_interval_s,
     )

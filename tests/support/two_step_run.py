@@ -27,7 +27,7 @@ METRICS_OF_A_STEP = {
 class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
-    input_changed, incarnation, device_counts = False, 0, DeviceCounts(1, 2)
+    incarnation, device_counts = 0, DeviceCounts(1, 2)
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -37,7 +37,7 @@ class StandInFleet:
         """Take the place of a call without an effect here."""
 
     launch = wait_for_replicas = serve_new_receivers = publish_last_weights = note_progress = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = raise_if_input_changed = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
 
     def describe(self) -> str:
         return "nothing"
@@ -60,8 +60,8 @@ class StandInFleet:
         self._step += 1
         return StepOutcome(METRICS_OF_A_STEP, [])
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def finished_step(self) -> int | None:
+        return self._step
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         try:

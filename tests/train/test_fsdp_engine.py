@@ -14,11 +14,11 @@ from transformers.models.qwen3 import Qwen3PreTrainedModel
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import DataError, EngineError
-from hwrl.interfaces import Batch
+from hwrl.errors import CommAbortedError, DataError, EngineError
+from hwrl.interfaces import Batch, LossInputs
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
-from hwrl.train import FsdpEngine, PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss, UserLoss
 from tests.support.fsdp_training import (
     assert_same_training,
     batch_of,
@@ -236,11 +236,21 @@ def test_the_exported_model_has_the_dtype_that_was_computed_in(model_directory: 
 
 
 def diverge(rank: int, model_directory: Path, address: str) -> str:
-    """Train on rows of which only the first rank's hold a NaN."""
+    """Train on rows of which only the first rank's hold a NaN; before, with a loss that fails on this rank only."""
     group = join(rank, address, 2)
     assert group is not None
     engine = engine_on(model_directory, group)
     batch = batch_of(groups_of(4, seed=0)[rank::2])
+
+    def fail(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if rank == 0:
+            raise ValueError("of the first rank")
+        return -inputs.logprobs, {"mine": inputs.logprobs}
+
+    with pytest.raises(DataError if rank == 0 else CommAbortedError, match=r"of the first rank|on another rank"):
+        engine.train_batch(batch, loss=UserLoss.of(fail))
+    assert engine.updates == 0
+    engine.train_batch(batch, loss=PolicyLoss())
     if rank == 0:
         batch.behaviour_logprobs[0] = float("nan")
     with pytest.raises(EngineError) as caught:

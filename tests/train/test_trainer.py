@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +15,8 @@ import pytest
 import torch
 
 import hwrl
-from hwrl.errors import EngineError, MemoryStateError
-from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
+from hwrl.errors import DataError, EngineError, MemoryStateError
+from hwrl.interfaces import Batch, EngineSettings, LossInputs, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.train import (
     Algorithm,
@@ -25,6 +26,7 @@ from hwrl.train import (
     ModelFlops,
     PolicyLoss,
     TrainedStep,
+    UserLoss,
     move_metrics,
 )
 
@@ -78,13 +80,9 @@ def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
     return FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
 
 
-def trainer_of(model_directory: Path) -> AsyncTrainer:
-    return AsyncTrainer(
-        engine_on(model_directory),
-        algorithm=Algorithm(PolicyLoss()),
-        max_staleness=1,
-        trigger_parameter_sync_step=2,
-    )
+def trainer_of(model_directory: Path, **changes: Any) -> AsyncTrainer:
+    settings = {"algorithm": Algorithm(PolicyLoss()), "max_staleness": 1, "trigger_parameter_sync_step": 2}
+    return AsyncTrainer(engine_on(model_directory), **(settings | changes))
 
 
 def group_of(*, version: int, logprob: float = -2.77, incarnation: int = 0) -> PromptGroup:
@@ -347,12 +345,52 @@ def test_a_reward_metric_that_only_some_groups_have_is_averaged_over_these(model
     assert metrics["reward/exact"] == 0.25
 
 
-def test_steps_that_are_not_finite_are_neither_applied_nor_published(model_directory: Path) -> None:
-    sent = Sent()
-    trainer = trainer_of(model_directory)
-    before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
-    with pytest.raises(EngineError, match=r"norm of the gradients is nan(.|\n)*loss(.|\n)*learning_rate"):
-        step_and_send(trainer, [group_of(version=0, logprob=float("nan"))], sent)
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
-    assert sent.versions == []
-    assert trainer.steps_done == 0
+def whole_state(trainer: AsyncTrainer) -> dict[str, Any]:
+    return copy.deepcopy(trainer.engine.state_dict())
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_an_update_without_a_finite_gradient_is_skipped_and_counted_up_to_a_limit(model_directory: Path) -> None:
+    sent, bad, good = Sent(), group_of(version=0, logprob=float("nan")), group_of(version=0)
+    trainer = trainer_of(model_directory, max_skipped_in_a_row=2, max_staleness=9)
+    step_and_send(trainer, [good], sent)
+    before = whole_state(trainer)
+    assert trainer.step([bad]).metrics["actor/skipped_steps"] == 1.0
+    assert "actor/loss" not in trainer.step([bad]).metrics and trainer.finished_step == 3
+    assert equal(whole_state(trainer), before), "weights, moments, and the place in the schedule"
+    metrics = trainer.step([good]).metrics
+    assert metrics["actor/skipped_steps"] == 0.0 and metrics["actor/grad_norm"] > 0
+    assert not equal(whole_state(trainer), before)
+    for _ in range(3):
+        trainer.step([bad])
+    with pytest.raises(EngineError, match=r"last 3 updates of the actor(.|\n)*norm of the gradients is nan(.|\n)*loss"):
+        trainer.step([good])
+    assert trainer.finished_step == trainer.steps_done == 7, "the run saves it"
+
+
+def test_a_step_that_failed_before_its_first_update_has_changed_nothing(model_directory: Path) -> None:
+    calls = []
+
+    def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        calls.append(inputs)
+        if len(calls) in (2, 4):
+            raise ValueError("the user's error")
+        return -inputs.logprobs, {}
+
+    algorithm = Algorithm(UserLoss.of(loss), mini_batches=2)
+    trainer = trainer_of(model_directory, algorithm=algorithm, trigger_parameter_sync_step=1)
+    trainer.steps_done = 7
+    assert trainer.finished_step == 7
+    groups = [group_of(version=7), group_of(version=7)]
+    calls.append(None)  # the first mini-batch fails
+    with pytest.raises(DataError, match=r"the loss 'loss' raised an error(.|\n)*ValueError: the user's error"):
+        trainer.step(groups)
+    assert trainer.finished_step == 7
+    with pytest.raises(DataError, match="the loss 'loss' raised"):  # the second one fails
+        trainer.step(groups)
+    assert trainer.finished_step is None

@@ -29,6 +29,7 @@ from hwrl.run.config.values import (
     PositiveReal,
     ProcessCount,
     Seconds,
+    Share,
     Template,
     is_template,
 )
@@ -164,6 +165,8 @@ class EvalConfig(Section):
     """Number of responses per prompt. With several, [pass@k](data.md#evaluation) is computed."""
     temperature: EvalTemperature = 0.0
     """Sampling temperature; 0: greedy decoding."""
+    share: Share = 0.25
+    """Share of a replica's places for responses that an evaluation beside training uses, at least one place."""
     pass_reward: Finite = 1.0
     """Minimum reward with which a response counts as passed, for pass@k."""
 

@@ -42,6 +42,8 @@ class OptimizerConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: PositiveReal = 1.0
     """Gradient clipping norm."""
+    max_skipped_in_a_row: NotNegative = 3
+    """Maximum number of updates in a row skipped because the gradient norm is NaN or inf. One more ends the run."""
 
 
 class TrainConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config
+from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.replicas import Replicas
 from hwrl.run.fleet.run_ledger import LEDGER, POLL_S, DriverLedger, ledger_died
@@ -76,6 +77,7 @@ class Fleet:
             log=log,
         )
         self._requests: ScaleRequests | None = None
+        self._postponed: Exception | None = None
 
     def _setup_of(self, process: str) -> ProcessSetup:
         devices = self._devices.devices_of(process)
@@ -96,7 +98,6 @@ class Fleet:
         with self.waiting_for("the replicas to be set up"):
             while self.replicas.are_starting:
                 self.watch([])
-        self.replicas.raise_if_input_changed()
         self._requests = ScaleRequests(self._config.dir)
 
     def describe_size(self) -> str:
@@ -123,8 +124,8 @@ class Fleet:
     # -- calls that need several kinds of processes ------------------------------------------------------------------
 
     def request_batch(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
-        """Request a batch; see :meth:`DriverLedger.advance_and_take`. Raises if a replica has found a changed input."""
-        self.replicas.raise_if_input_changed()
+        """Request a batch; see :meth:`DriverLedger.advance_and_take`. Raises a postponed error of :meth:`watch`."""
+        self._raise_postponed()
         return self.ledger.advance_and_take(count, version)
 
     def serve_new_receivers(self) -> None:
@@ -148,16 +149,35 @@ class Fleet:
         Replaces replicas that have died, do not answer heartbeats, or make no progress. Raises TrainerDiedError or
         EngineError if a trainer rank or the ledger does not answer heartbeats. A trainer rank that died or failed is
         noticed by the call that waits for its answer, not here.
+
+        While the trainers are in a call, an error of another process is postponed: it is raised when the call is over,
+        and the run can then save what the call has finished.
         """
-        self._check_processes()
+        self._raise_postponed()
+        self._postponing(self._check_processes)
         watched = dict.fromkeys([*answers, *self.replicas.answers])
         if not watched:  # all replicas are in the pause before a restart
             time.sleep(POLL_S)
             return []
         ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
         for answer in ready:
-            self.replicas.handle_event(answer)
+            self._postponing(partial(self.replicas.handle_event, answer))
         return [answer for answer in ready if answer in answers]
+
+    def _postponing(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except TrainerDiedError:
+            raise
+        except Exception as exc:
+            if not self.trainers.is_busy:
+                raise
+            self._postponed = self._postponed or exc
+
+    def _raise_postponed(self) -> None:
+        if self._postponed is not None and not self.trainers.is_busy:
+            error, self._postponed = self._postponed, None
+            raise error
 
     def _check_processes(self) -> None:
         """Check heartbeats and time limits, at most once in ``POLL_S``."""
@@ -190,21 +210,35 @@ class Fleet:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, after: BaseException | None = None) -> None:
         """End every process. A process that still answers first releases its files and memory.
 
-        If the run has ``failed``, this also raises the errors of closing the trainers: a save in the background may
-        have failed. A run that has not failed has closed them before.
+        If the run has failed, with the error ``after``, this also raises the errors of closing the trainers: a save in
+        the background may have failed. It waits for such a save up to ``timeouts.trainer_s``, except after a
+        KeyboardInterrupt. A run that has not failed has closed them before.
         """
         closing = self.trainers.begin_close()
         pending = [*closing, *self.replicas.begin_stop()]
         finished = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)[0] if pending else []
-        errors = [partial(raise_hwrl_error, answer) for answer in finished if failed and answer in closing]
+        if after is not None and not isinstance(after, KeyboardInterrupt):
+            finished += self._wait_for_save([answer for answer in closing if answer not in finished])
+        errors = [partial(raise_hwrl_error, answer) for answer in finished if after and answer in closing]
         self.trainers.kill()
         self.replicas.kill()
         self.ledger.handle.kill()
         self._devices.close()
         attempt_all(*errors)
+
+    def _wait_for_save(self, closing: list[Answer[None]]) -> list[Answer[None]]:
+        """Wait for ``closing`` as long as a trainer saves a checkpoint in the background; return the finished ones."""
+        finished: list[Answer[None]] = []
+        limit = Timeout(self._config.timeouts.trainer_s)
+        with self.waiting_for(f"a checkpoint in the background (limit timeouts.trainer_s={limit.limit_s:g} s)"):
+            while closing and self.trainers.are_saving() and not limit.is_over():
+                ready, closing = ray.wait(closing, timeout=POLL_S)
+                finished += ready
+                self._monitor.update()
+        return finished
 
 
 def _newest_step(config: Config) -> int:

@@ -76,7 +76,6 @@ class Replicas:
         self._starts = 0
         self._throttle: ThrottleState | None = None
         self._evaluation: ShardedEvaluation | None = None
-        self._changed_input: InputChangedError | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
@@ -110,10 +109,10 @@ class Replicas:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
 
     def _finish_set_up(self, answer: Answer[DeviceReport | None]) -> None:
-        """Let the replica run. If its setup failed, replace it, or raise the error if it is an initial replica.
+        """Let the replica run. If its setup failed, replace it.
 
-        If a replacement has found a changed input, there is no further replacement: :meth:`raise_if_input_changed` ends
-        the run.
+        Raises the error of an initial replica. Raises InputChangedError if a replacement has found a changed input:
+        there is no further replacement, because no restart can fix this.
         """
         name = self._starting.pop(answer)
         replica = self._replicas[name]
@@ -126,9 +125,8 @@ class Replicas:
             if replica.is_initial:
                 raise
             if isinstance(exc, InputChangedError):
-                self._changed_input = exc
-                self._remove(name)  # without a replacement: the run ends soon
-                return
+                self._remove(name)
+                raise
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
@@ -332,30 +330,19 @@ class Replicas:
         is_initial, is_up = self._replicas[name].is_initial, self._monitor.is_up(name)
         return not is_initial and not is_up and self._devices.may_wait(name)
 
-    # -- changed inputs --------------------------------------------------------------------------------------------
-
-    @property
-    def input_changed(self) -> bool:
-        """Whether a replacement found a changed input file. No restart can fix this, so the run must end."""
-        return self._changed_input is not None
-
-    def raise_if_input_changed(self) -> None:
-        """Raise the error about a changed input, if a replica has found one.
-
-        Call it only while the trainers are idle and no batch has been requested. The run can then save a checkpoint
-        before it ends.
-        """
-        if self._changed_input is not None:
-            raise self._changed_input
-
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> ShardedEvaluation | None:
-        """Start an evaluation on the running replicas; return None if no replica runs. Does not block."""
+    def evaluate(self, *, alone: bool = False) -> ShardedEvaluation | None:
+        """Start an evaluation on the running replicas; return None if no replica runs. Does not block.
+
+        It is beside training, in a share of the replicas' places, or ``alone``.
+        """
         if not self.running:
             return None
         limit_s = self._config.timeouts.evaluation_s
-        self._evaluation = ShardedEvaluation(self._running_handles, staying=self.running_ids, limit_s=limit_s)
+        self._evaluation = ShardedEvaluation(
+            self._running_handles, staying=self.running_ids, limit_s=limit_s, alone=alone
+        )
         return self._evaluation
 
     def _running_handles(self) -> dict[str, ReplicaHandle]:

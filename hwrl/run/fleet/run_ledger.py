@@ -54,10 +54,6 @@ class DriverLedger:
         """Make prompts without progress free for others; return the ids of the replicas that had leased them."""
         return self._wait(self.handle.expire_overdue(), "expire_overdue")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return self._wait(self.handle.state_dict(), "state_dict")
-
     def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
         """Restore the state of a checkpoint, for a new incarnation of the trainer."""
         self._wait(self.handle.load_state_dict(state, incarnation), "load_state_dict")

@@ -37,6 +37,7 @@ class ShardedEvaluation:
     """An evaluation with one part of the prompts for each running replica that is not leaving.
 
     ``running`` returns the running replicas by replica id. ``staying`` returns the ids of those that are not leaving.
+    ``alone``: no training goes on beside it.
     If a replica dies, its part goes to another one. After three attempts at a part the evaluation is lost. All of this
     happens in :meth:`poll`; call it repeatedly.
     """
@@ -47,7 +48,9 @@ class ShardedEvaluation:
         *,
         staying: Callable[[], Sequence[str]],
         limit_s: float,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._running, self._staying, self._limit_s = running, staying, limit_s
         self._parts = len(staying())
         self._waiting = [_EvaluationPart(index) for index in range(self._parts)]
@@ -89,7 +92,7 @@ class ShardedEvaluation:
             if part is not None and not self._lost:
                 self._waiting.remove(part)
                 part.tried_by.add(replica_id)
-                answer = running[replica_id].evaluate(part.index, self._parts)
+                answer = running[replica_id].evaluate(part.index, self._parts, alone=self._alone)
                 self._working[replica_id] = _StartedPart(part, answer, time.monotonic())
 
     def stuck(self) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import RayTaskError
 
-from hwrl.errors import EngineError, HwrlError
+from hwrl.errors import CommError, EngineError, HwrlError
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceReport
@@ -22,6 +23,9 @@ from hwrl.run.report.records import Metrics
 
 Watch = Callable[[Sequence[Answer[Any]]], list[Answer[Any]]]
 """Waits up to a second for one of the answers while it watches all processes. Returns the answers that are ready."""
+
+_IDLE_WITHIN_S = 60.0
+"""How long the ranks may take after an error to answer whether they are between two steps."""
 
 
 class TrainerDiedError(Exception):
@@ -51,6 +55,8 @@ class Trainers:
         self._ranks: list[TrainerHandle] = []
         self._set_up_done = False
         self._starts = 0
+        self.is_busy = False
+        """Whether ranks that are set up are in a call."""
 
     @property
     def incarnation(self) -> int:
@@ -122,6 +128,18 @@ class Trainers:
         """Train one step on the batch ``groups``, and send the weights if they are due; return rank 0's outcome."""
         return self._call("a training step", [rank.step(groups) for rank in self._ranks])
 
+    def finished_step(self) -> int | None:
+        """Return the step whose result all ranks have; None if they are in the middle of one.
+
+        Call it after any error. Raises TrainerDiedError if the ranks are dead, or do not answer within a minute,
+        because one of them waits for another.
+        """
+        if not self._set_up_done:
+            raise TrainerDiedError("the trainers are not set up")
+        answers = [rank.finished_step() for rank in self._ranks]
+        steps = set(self._gather(answers, limit_s=min(_IDLE_WITHIN_S, self._config.timeouts.trainer_s)))
+        return steps.pop() if len(steps) == 1 else None
+
     def finish_profile(self) -> str | None:
         """Write the profile of rank 0 if steps are recorded. Return a message about it once, and None otherwise."""
         return self._call("the trainer to write its profile", [self._ranks[0].finish_profile()])
@@ -137,6 +155,12 @@ class Trainers:
     def close(self) -> None:
         """Wait for a save in the background, and close all connections."""
         self._call("the trainer to close", [rank.close() for rank in self._ranks])
+
+    def are_saving(self) -> bool:
+        """Return whether a rank is saving a checkpoint in the background. Ranks in a call answer, too."""
+        answers = [rank.ping() for rank in self._ranks]
+        ready = ray.wait(answers, num_returns=len(answers), timeout=DEATH_NOTICE_S)[0]
+        return any(death_of(answer) is None and value_of(answer).is_saving for answer in ready)
 
     def begin_close(self) -> list[Answer[None]]:
         """Begin to close the ranks if they are set up. Does not wait; return the answers."""
@@ -160,6 +184,13 @@ class Trainers:
         Raises the error of a rank. Raises TrainerDiedError if a rank died, even if another rank failed first as a
         consequence, and also after ``limit_s`` seconds. ``key`` is the setting that has this limit.
         """
+        self.is_busy = self._set_up_done
+        try:
+            return self._gather_all(answers, limit_s=limit_s, key=key)
+        finally:
+            self.is_busy = False
+
+    def _gather_all(self, answers: list[Answer[ValueT]], *, limit_s: float | None, key: str) -> list[ValueT]:
         pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
         timeout = Timeout(limit_s)
         # Not strict, because some calls go to rank 0 alone.
@@ -176,7 +207,8 @@ class Trainers:
         """Raise the error in ``answer``, if it has one. If another rank has died, raise that instead: it is the cause.
 
         So after an error this waits for a while whether one of the ``pending`` answers brings a death. On a cluster the
-        wait includes ``timeouts.heartbeat_s``, because the loss of a machine is noticed only after that time.
+        wait includes ``timeouts.heartbeat_s``, because the loss of a machine is noticed only after that time. A
+        CommError is the consequence of another rank's error, too.
         """
         try:
             value_of(answer)
@@ -189,4 +221,6 @@ class Trainers:
                     pending.remove(other)
                     if (reason := death_of(other)) is not None:
                         raise TrainerDiedError(f"{names[other]}: {reason}") from exc
+                    if isinstance(exc, CommError):
+                        value_of(other)  # raises the cause, if this rank has it
             raise

@@ -60,10 +60,15 @@ def end_at_sigterm() -> None:
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The answer to a heartbeat: the process's machine, and the seconds that its loop has spent in the current turn."""
+    """The answer to a heartbeat.
+
+    It has the process's machine, the seconds that its loop has spent in the current turn, and whether it is saving a
+    checkpoint in the background.
+    """
 
     host: str
     turn_s: float = 0.0
+    is_saving: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class BatchInfo:
     """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica.
 
     ``untrained`` has the prompts that were filtered or failed since the previous batch. ``spans`` has the spans of each
-    traced prompt, by sequence number.
+    traced prompt, by sequence number. ``ledger`` is the ledger's state with this batch trained: the state for a
+    checkpoint of the step that trains on it.
     """
 
     sequence_numbers: list[int]
@@ -92,6 +98,7 @@ class BatchInfo:
     replicas: dict[str, dict[str, float]]
     untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,7 +259,8 @@ class LedgerActor:
             numbers = [group.sequence_number for group in groups]
             untrained, counts = self._ledger.take_untrained(), asdict(self._ledger.counts())
             spans = {group.sequence_number: group.spans for group in groups if group.spans}
-            return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained, spans)
+            state = self._ledger.state_dict()
+            return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained, spans, state)
 
     def _take_now(self, count: int) -> list[PromptGroup] | None:
         if self._fatal is not None:
@@ -265,14 +273,14 @@ class LedgerActor:
             self._takes_abandoned += 1
             self._changed.notify_all()
 
-    async def state_dict(self) -> dict[str, Any]:
-        """Return the ledger's state for a checkpoint."""
-        return self._ledger.state_dict()
-
     async def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
-        """Continue from a checkpoint with this incarnation of the trainer. Ends all leases and a waiting take."""
+        """Continue from a checkpoint with this incarnation of the trainer. Ends all leases and a waiting take.
+
+        Forgets an error that was to end the run: it belongs to prompts that are now owed again.
+        """
         async with self._changed:
             self._takes_abandoned += 1
+            self._fatal = None
             self._ledger.load_state_dict(state, incarnation=incarnation)
             self._changed.notify_all()
 
@@ -366,14 +374,15 @@ class RolloutActor:
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
-    def evaluate(self, part: int, parts: int) -> Evaluation | None:
+    def evaluate(self, part: int, parts: int, *, alone: bool) -> Evaluation | None:
         """Evaluate on part number ``part`` of ``parts`` equal parts of the prompts. Blocks until the part is scored.
 
-        Uses the weights that the engine has, and newer ones that arrive meanwhile. Returns None if the part is empty.
+        Uses the weights that the engine has, and newer ones that arrive meanwhile. ``alone``: no training goes on.
+        Returns None if the part is empty.
         """
         assert self._rollouter is not None, "set_up comes first"
         prompts = self._evaluation_prompts[part::parts]
-        return self._rollouter.evaluate(prompts).result() if prompts else None
+        return self._rollouter.evaluate(prompts, alone=alone).result() if prompts else None
 
     def leave(self) -> None:
         """Make :meth:`run` return when all leased prompts are finished. Takes no more leases."""
@@ -399,7 +408,7 @@ class TrainActor:
 
         ``timeouts.trainer_s`` limits the other calls.
         """
-        return HeartbeatReply(socket.gethostname())
+        return HeartbeatReply(socket.gethostname(), is_saving=hasattr(self, "_rank") and self._rank.is_saving)
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
@@ -446,6 +455,10 @@ class TrainActor:
         """Train one step on ``groups``, and send the weights if they are due."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
+
+    def finished_step(self) -> int | None:
+        """Return the step whose result this rank has; None if it has changed its models only in part since then."""
+        return self._rank.finished_step
 
     def finish_profile(self) -> str | None:
         """Write the profile if steps are recorded; return a message for the log, None if there is nothing to say."""

@@ -115,6 +115,7 @@ def _loop_settings(config: Config, replica: str) -> LoopSettings:
         group_size=config.rollout.n,
         eval_temperature=config.eval.temperature,
         eval_samples=config.eval.n,
+        eval_share=config.eval.share,
         skips_failures=config.rollout.on_failure == "skip",
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
@@ -351,6 +352,7 @@ def build_trainer(config: Config, engines: Engines, *, algorithm: Algorithm, inc
         trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         incarnation=incarnation,
         flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
+        max_skipped_in_a_row=config.optimizer.max_skipped_in_a_row,
     )
 
 

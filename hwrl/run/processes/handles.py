@@ -92,6 +92,10 @@ class TrainerHandle(ActorHandle):
         """Train one step and send the weights if they are due."""
         return _send(self._actor.step, groups)
 
+    def finished_step(self) -> Answer[int | None]:
+        """Return the step whose result the rank has; None if it has changed its models only in part since then."""
+        return _send(self._actor.finished_step)
+
     def finish_profile(self) -> Answer[str | None]:
         """Write the profile if steps are recorded; the answer is a message for the log, or None."""
         return _send(self._actor.finish_profile)
@@ -125,9 +129,9 @@ class ReplicaHandle(ActorHandle):
         """Roll out until :meth:`stop` or the end of :meth:`leave`. The answer is ready when the replica has ended."""
         return _send(self._actor.run)
 
-    def evaluate(self, part: int, parts: int) -> Answer[Evaluation | None]:
+    def evaluate(self, part: int, parts: int, *, alone: bool) -> Answer[Evaluation | None]:
         """Evaluate on part ``part`` of ``parts`` parts of the prompts; the answer is None if the part is empty."""
-        return _send(self._actor.evaluate, part, parts)
+        return _send(self._actor.evaluate, part, parts, alone=alone)
 
     def leave(self) -> Answer[None]:
         """Make :meth:`run` end when all leased prompts are finished."""
@@ -189,10 +193,6 @@ class LedgerHandle(ActorHandle):
     def abandon_take(self) -> Answer[None]:
         """End a waiting :meth:`advance_and_take`. Its description is then None."""
         return _send(self._actor.abandon_take)
-
-    def state_dict(self) -> Answer[dict[str, Any]]:
-        """Return the state for a checkpoint."""
-        return _send(self._actor.state_dict)
 
     def load_state_dict(self, state: dict[str, Any], incarnation: int) -> Answer[None]:
         """Restore the state of a checkpoint, for a new incarnation of the trainer."""

@@ -162,6 +162,16 @@ class TrainerRank:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @property
+    def finished_step(self) -> int | None:
+        """The step whose result the models have; None if they have changed only in part since then."""
+        return self._trainer.finished_step
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being saved in the background. Any thread may ask."""
+        return self._checkpoints.is_saving
+
     def save(self, ledger: dict[str, Any]) -> Metrics:
         """Save a checkpoint of the current state and the ledger's state; return how long the trainer waited for it."""
         with self._trainer.saving(), self._engines.saved_state() as (state, offloader):

@@ -43,6 +43,8 @@ MAY_BE_ZERO = {
     "critic.kl_coeff",
     "critic.lam",
     "critic.warmup_steps",
+    "optimizer.max_skipped_in_a_row",
+    "eval.share",
 }
 MAY_BE_NEGATIVE = {"goals", "eval.pass_reward", "rollout.top_k"}
 MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids", "report.trackers"}

@@ -149,13 +149,12 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
     replicas = world_of(monkeypatch, None, refusal, refusal).replicas
     replicas.handle_event(replicas.answers[0])  # it is set up
     replicas.handle_event(replicas.answers[0])  # it has died
-    replicas.handle_event(replicas.answers[0])  # its replacement refuses to start
+    with pytest.raises(InputChangedError, match="changed during the run"):
+        replicas.handle_event(replicas.answers[0])  # its replacement refuses to start
     time.sleep(0.12)  # the limit itself, not a wait for something
     replicas.replace_stuck()
     assert len(StandInHandle.handles) == 2 and StandInHandle.handles[1].killed
-    assert replicas.input_changed and not replicas.are_starting and replicas.answers == []
-    with pytest.raises(InputChangedError, match="changed during the run"):
-        replicas.raise_if_input_changed()
+    assert not replicas.are_starting and replicas.answers == []
 
 
 def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_devices(

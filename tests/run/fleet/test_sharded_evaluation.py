@@ -23,7 +23,7 @@ class StandInReplica:
         self.leaving = False
         self.answer: Future[Evaluation | None] = Future()
 
-    def evaluate(self, part: int, parts: int) -> Future[Evaluation | None]:
+    def evaluate(self, part: int, parts: int, *, alone: bool) -> Future[Evaluation | None]:
         self.parts.append(part)
         self.answer = Future()
         return self.answer

@@ -65,7 +65,7 @@ def test_prompts_of_a_forgotten_replica_go_to_others() -> None:
         again = await actor.lease(2, "a#1")
         assert [lease.sequence_number for lease in again] == [lease.sequence_number for lease in held]
         await actor.complete([finished(lease) for lease in held], "a#0", {})
-        assert (await actor.state_dict())["owed"] == [0, 1]
+        assert actor._ledger.state_dict()["owed"] == [0, 1]
 
     asyncio.run(scene())
 
@@ -149,7 +149,7 @@ def test_a_batch_comes_with_the_prompts_that_were_filtered_or_failed() -> None:
 
 def test_a_stream_without_variance_ends_the_run() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of(filtered_in_a_row=2))
+        actor = LedgerActor(config_of(filtered_in_a_row=1))
         batch = await begin(actor)
         for lease in await actor.lease(2, "a#0"):
             await actor.complete([replace(finished(lease), rewards=np.ones(2, dtype=np.float32))], "a#0", {})
