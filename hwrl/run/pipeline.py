@@ -118,6 +118,8 @@ class Pipeline:
         try:
             if after is not None:
                 self._save_before(after)
+                for sentence in self._fleet.replicas.repeated_deaths():
+                    after.add_note(sentence)
         finally:
             actions = [lambda: self._fleet.close(after=after)]
             if self._opened_report is not None:
@@ -281,6 +283,7 @@ class Pipeline:
         self._log_failed(info.untrained.failed)
         self._rates.devices = self._fleet.device_counts
         rates = {**self._rates.metrics(outcome.metrics, info), BATCH_WAIT: waited_s}
+        rates["rollout/deaths"] = float(self._fleet.replicas.deaths.total())
         throttle = {} if self._throttle is None else self._throttle.metrics()
         line = self._report.add(
             self.step,
@@ -444,7 +447,8 @@ class Pipeline:
             self._interrupts.defer_message = "stopping as soon as the model is written"
             self._fleet.trainers.export_model()
         self._fleet.trainers.close()
-        return summarise(self._config, self._report.history, interrupted=self._was_interrupted)
+        faults = self._fleet.replicas.repeated_deaths()
+        return summarise(self._config, self._report.history, interrupted=self._was_interrupted, faults=faults)
 
     def _evaluate_last_weights(self) -> None:
         """Evaluate the weights of the last step, unless a regular evaluation has done so.

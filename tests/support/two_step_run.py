@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import CheckpointSaveError
@@ -28,6 +29,7 @@ class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
     incarnation, device_counts = 0, DeviceCounts(1, 2)
+    deaths: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -59,6 +61,9 @@ class StandInFleet:
     def step(self, groups: list[Any]) -> StepOutcome:
         self._step += 1
         return StepOutcome(METRICS_OF_A_STEP, [])
+
+    def repeated_deaths(self) -> list[str]:
+        return []
 
     def finished_step(self) -> int | None:
         return self._step

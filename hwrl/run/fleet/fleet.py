@@ -53,7 +53,7 @@ class Fleet:
             log(f"warning: {warning}")
         self._devices = RunDevices(config, self._backend)
         self._monitor = ProcessMonitor(
-            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), names_hosts=not is_local()
+            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), warn=log, names_hosts=not is_local()
         )
         self._checked_s = time.monotonic()
         self.ledger = DriverLedger(config, monitor=self._monitor)
@@ -217,6 +217,7 @@ class Fleet:
         the background may have failed. It waits for such a save up to ``timeouts.trainer_s``, except after a
         KeyboardInterrupt. A run that has not failed has closed them before.
         """
+        self._monitor.finish()
         closing = self.trainers.begin_close()
         pending = [*closing, *self.replicas.begin_stop()]
         finished = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)[0] if pending else []

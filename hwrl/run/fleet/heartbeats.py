@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import ray
 from ray.exceptions import RayError
 
 from hwrl.run.processes.actors import HeartbeatReply
@@ -12,6 +13,7 @@ from hwrl.run.processes.answers import Answer, is_ready, value_of
 from hwrl.run.processes.handles import ActorHandle
 
 _INTERVAL_S = 2.0
+_LAST_S = 1.0
 _MAX_COUNTED_S = 5.0
 """The maximum time to count between two calls. If more has passed, the driver itself was stopped for a while."""
 
@@ -38,6 +40,7 @@ class _Heartbeat:
     sent_s: float
     silent_s: float = 0.0
     reply: HeartbeatReply | None = None  # the newest one; None while the process is starting
+    is_read: bool = False  # whether the answer's warnings were taken
 
     @property
     def is_up(self) -> bool:
@@ -54,6 +57,8 @@ class Heartbeats:
 
     def __init__(self) -> None:
         self._heartbeats: dict[str, _Heartbeat] = {}
+        self.warnings: list[tuple[str, str]] = []
+        """Actors' names and the warnings that they have logged; the reader removes them."""
         self._last_s = time.monotonic()
 
     def watch(self, name: str, actor: ActorHandle) -> None:
@@ -68,13 +73,36 @@ class Heartbeats:
         """Read the answers that have arrived, and send new heartbeats. Does not block; call it about every second."""
         now_s = time.monotonic()
         elapsed_s, self._last_s = min(now_s - self._last_s, _MAX_COUNTED_S), now_s
-        for heartbeat in self._heartbeats.values():
-            if is_ready(heartbeat.answer) and _read(heartbeat):
+        for name, heartbeat in self._heartbeats.items():
+            if is_ready(heartbeat.answer) and self._read(name, heartbeat):
                 heartbeat.silent_s = 0.0
             elif heartbeat.is_up:
                 heartbeat.silent_s += elapsed_s
             if is_ready(heartbeat.answer) and now_s - heartbeat.sent_s >= _INTERVAL_S:
                 heartbeat.answer, heartbeat.sent_s = heartbeat.actor.ping(), now_s
+                heartbeat.is_read = False
+
+    def _read(self, name: str, heartbeat: _Heartbeat) -> bool:
+        """Read the reply that has arrived; return False if it is an error instead."""
+        try:
+            heartbeat.reply = value_of(heartbeat.answer)
+        except RayError:
+            return False
+        if not heartbeat.is_read:
+            self.warnings += [(name, text) for text in heartbeat.reply.warnings]
+            heartbeat.is_read = True
+        return True
+
+    def finish(self) -> None:
+        """Send a last heartbeat to each actor, and read the answers that come within a second."""
+        self.update()
+        for heartbeat in self._heartbeats.values():
+            if heartbeat.is_read:
+                heartbeat.answer, heartbeat.is_read = heartbeat.actor.ping(), False
+        answers = [heartbeat.answer for heartbeat in self._heartbeats.values()]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_LAST_S)
+        self.update()
 
     def is_up(self, name: str) -> bool:
         """Return whether the actor ``name`` has ever answered."""
@@ -92,12 +120,3 @@ class Heartbeats:
         """Return the host name of the actor's machine; None before its first answer."""
         reply = self._heartbeats[name].reply if name in self._heartbeats else None
         return None if reply is None else reply.host
-
-
-def _read(heartbeat: _Heartbeat) -> bool:
-    """Read the reply that has arrived; return False if it is an error instead."""
-    try:
-        heartbeat.reply = value_of(heartbeat.answer)
-    except RayError:
-        return False
-    return True

@@ -9,15 +9,28 @@ from hwrl.run.fleet.heartbeats import Heartbeats
 from hwrl.run.fleet.wait_log import WaitLog
 from hwrl.run.processes.handles import ActorHandle
 
+_MOST_WARNINGS = 500
+"""The maximum number of warnings in the log of a run."""
+
 
 class ProcessMonitor:
     """Watches the processes of a run by name. A process is unresponsive if it does not answer for ``heartbeat_s``.
 
-    With ``names_hosts``, log lines include the machine of each process.
+    With ``names_hosts``, log lines include the machine of each process. ``warn`` logs the warnings of the processes,
+    each once, however many of them have it.
     """
 
-    def __init__(self, *, heartbeat_s: float, log: Callable[[str], None], names_hosts: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        log: Callable[[str], None],
+        warn: Callable[[str], None],
+        names_hosts: bool = False,
+    ) -> None:
         self._heartbeat_s, self._names_hosts = heartbeat_s, names_hosts
+        self._warn = warn
+        self._warned: set[str] = set()
         self._heartbeats, self._wait_log = Heartbeats(), WaitLog(log)
 
     def watch(self, name: str, actor: ActorHandle) -> None:
@@ -40,8 +53,22 @@ class ProcessMonitor:
     def update(self) -> None:
         """Read and send heartbeats, and log long waits. Does not block; call it about every second."""
         self._heartbeats.update()
+        self._log_warnings()
         silent = {self.locate(name): silent_s for name, silent_s in self._heartbeats.silent().items()}
         self._wait_log.update(silent, limit_s=self._heartbeat_s)
+
+    def finish(self) -> None:
+        """Log the last warnings of the processes that answer within a second. Call it before they end."""
+        self._heartbeats.finish()
+        self._log_warnings()
+
+    def _log_warnings(self) -> None:
+        found, self._heartbeats.warnings = self._heartbeats.warnings, []
+        for name, text in found:
+            if text not in self._warned and len(self._warned) <= _MOST_WARNINGS:
+                self._warned.add(text)
+                is_last = len(self._warned) > _MOST_WARNINGS
+                self._warn("further warnings are not shown" if is_last else f"warning: {self.locate(name)}: {text}")
 
     def is_up(self, name: str) -> bool:
         """Return whether the process has answered a heartbeat: its start is over."""

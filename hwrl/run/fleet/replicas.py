@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,9 @@ from hwrl.run.throttle import ThrottleState
 
 _TRANSFERS_IN_A_TURN = 4
 """The maximum number of weight transfers in one turn of a rollouter's loop."""
+_NUMBER, _CAUSE_CHARACTERS = re.compile(r"0x[0-9a-f]+|\d+"), 100
+_FEW_DEATHS = 3
+"""So many deaths of one cause are reported at the end of the run."""
 _SEEDS = 1 << 31
 """Seeds are smaller than this number: every library accepts them."""
 
@@ -46,8 +51,8 @@ class Replicas:
 
     A replica is first set up. Then it runs until the run ends, or until :meth:`scale` lets it leave. The driver waits
     for one of :attr:`answers` to become ready, and passes it to :meth:`handle_event`. A replica is given up if it dies
-    ``rollout.max_restarts`` + 1 times without finishing a prompt in between. The run continues as long as
-    ``rollout.min_replicas`` are left.
+    ``rollout.max_restarts`` + 1 times without finishing a prompt in between, or at each update of its weights. The run
+    continues as long as ``rollout.min_replicas`` are left.
 
     ``withdraw`` is called with the name of each replica that has ended, so that weight transfers do not wait for it.
     """
@@ -74,6 +79,8 @@ class Replicas:
         self._replicas: dict[str, _Replica] = {}
         self._starting: dict[Answer[DeviceReport | None], str] = {}
         self._starts = 0
+        self.deaths: Counter[str] = Counter()
+        """How often replicas have ended, by cause: the beginning of the reason, without its numbers."""
         self._throttle: ThrottleState | None = None
         self._evaluation: ShardedEvaluation | None = None
 
@@ -167,7 +174,7 @@ class Replicas:
         """
         replica = self._replicas[name]
         located = self._monitor.locate(name)
-        lost, finished = self._remove(name)
+        lost, finished, updates = self._remove(name)
         if replica.is_leaving:
             self._devices.remove_replica(name)
             running = len(self._running())
@@ -176,7 +183,9 @@ class Replicas:
             )
             return
         ended = f"rollout {located} ended ({reason}); {lost} prompts go to others"
-        pause_s = self._restarts.add_death(name, finished=finished)
+        cause = _NUMBER.sub("#", reason[:_CAUSE_CHARACTERS])
+        self.deaths[cause] += 1
+        pause_s = self._restarts.add_death(name, finished=finished, updates=updates, cause=cause)
         if pause_s is None:
             self._give_up(name, reason, ended)
             return
@@ -196,7 +205,7 @@ class Replicas:
         times = f"{restarts + 1} times in a row" if restarts else "once"
         if len(self._wanted) < self._minimum:
             raise EngineError(
-                f"rollout {name} died {times}{' without finishing a prompt in between' if restarts else ''}",
+                f"rollout {name} died {times}{' without doing its work in between' if restarts else ''}",
                 why=reason,
                 fix="fix the cause, or raise rollout.max_restarts; with a lower rollout.min_replicas a run continues "
                 "with fewer replicas; resume=true continues this run",
@@ -292,6 +301,14 @@ class Replicas:
             return
         running = self.running_ids()
         self._ledger.set_throttle(self._throttle.lead_groups, running[max(1, len(running) - self._throttle.asleep) :])
+
+    def repeated_deaths(self) -> list[str]:
+        """Return a sentence for each cause of several deaths: a run with them is not healthy, even if it goes on."""
+        return [
+            f"replicas ended {count} times by the same cause: {cause}"
+            for cause, count in self.deaths.most_common()
+            if count >= _FEW_DEATHS
+        ]
 
     # -- replicas without progress ---------------------------------------------------------------------------------
 

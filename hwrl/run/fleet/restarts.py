@@ -15,7 +15,8 @@ _MOST_DOUBLINGS = 10
 class RestartPlan:
     """Counts the consecutive deaths of each replica, and has the time of its next start.
 
-    A process that has finished a prompt before its death resets the count. The first restart is immediate. The pauses
+    A process that has finished a prompt before its death resets the count, unless it died like the process before it,
+    and had taken new weights no more than once: then it dies at each update. The first restart is immediate. The pauses
     before the next ones are 1, 2, 4, ... seconds, at most 60: an exponential backoff, so that a crash loop costs
     little. After ``limit`` consecutive restarts the replica is given up. ``clock`` returns seconds.
     """
@@ -24,13 +25,17 @@ class RestartPlan:
         self._limit, self._clock = limit, clock
         self._deaths: Counter[str] = Counter()
         self._due_s: dict[str, float] = {}
+        self._cause_of: dict[str, str] = {}  # of the last death
 
-    def add_death(self, name: str, *, finished: bool) -> float | None:
+    def add_death(self, name: str, *, finished: bool, updates: int = 0, cause: str = "") -> float | None:
         """Count a death of the replica ``name``; ``finished`` says whether this process had finished a prompt.
 
+        ``updates`` is the number of times that it had taken new weights, its first ones included.
         Returns the pause before the restart in seconds; None if the replica is given up.
         """
-        deaths = self._deaths[name] = 1 if finished else self._deaths[name] + 1
+        again = bool(cause) and cause == self._cause_of.get(name) and updates <= 1
+        self._cause_of[name] = cause
+        deaths = self._deaths[name] = 1 if finished and not again else self._deaths[name] + 1
         if deaths > self._limit:
             self.forget(name)
             return None
@@ -54,4 +59,5 @@ class RestartPlan:
     def forget(self, name: str) -> None:
         """Forget all deaths of ``name``: a new replica with this name starts with a count of 0."""
         self._deaths.pop(name, None)
+        self._cause_of.pop(name, None)
         self._due_s.pop(name, None)

@@ -36,6 +36,7 @@ from hwrl.run.cluster.placement import (
 )
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
+from hwrl.run.processes.worker_log import keep_warnings, take_warnings
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.samples import Sample
 
@@ -62,13 +63,14 @@ def end_at_sigterm() -> None:
 class HeartbeatReply:
     """The answer to a heartbeat.
 
-    It has the process's machine, the seconds that its loop has spent in the current turn, and whether it is saving a
-    checkpoint in the background.
+    It has the process's machine, the seconds that its loop has spent in the current turn, whether it is saving a
+    checkpoint in the background, and the warnings that it has logged since the last answer.
     """
 
     host: str
     turn_s: float = 0.0
     is_saving: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,11 @@ def make_ledger(config: Config) -> PromptLedger:
 
 
 class ForgottenReplica(NamedTuple):
-    """The account of a dead replica: how many prompts go to others, and whether it had finished any prompt."""
+    """The account of a dead replica: how many prompts go to others, whether it had finished any, and its updates."""
 
     lost: int
     had_finished: bool
+    updates: int = 0
 
 
 class LedgerActor:
@@ -232,7 +235,7 @@ class LedgerActor:
             lost = self._ledger.forget_replica(replica_id)
             totals = self._replica_totals.pop(replica_id, None)
             self._changed.notify_all()
-            return ForgottenReplica(lost, had_finished=totals is not None)
+            return ForgottenReplica(lost, totals is not None, int((totals or {}).get("updates", 0)))
 
     async def expire_overdue(self) -> list[str]:
         """Make the prompts without progress free for others; return the ids of the replicas that had leased them."""
@@ -334,12 +337,14 @@ class RolloutActor:
 
     def __init__(self) -> None:
         end_at_sigterm()
+        keep_warnings()
         self._stop = threading.Event()
         self._rollouter: Rollouter | None = None
 
     def ping(self) -> HeartbeatReply:
         """Answer a heartbeat, in a thread of its own. The seconds are those of the rollouter's current turn."""
-        return HeartbeatReply(socket.gethostname(), 0.0 if self._rollouter is None else self._rollouter.step_s())
+        turn_s = 0.0 if self._rollouter is None else self._rollouter.step_s()
+        return HeartbeatReply(socket.gethostname(), turn_s, warnings=take_warnings())
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
@@ -402,13 +407,15 @@ class TrainActor:
 
     def __init__(self) -> None:
         end_at_sigterm()
+        keep_warnings()
 
     def ping(self) -> HeartbeatReply:
         """Answer a heartbeat, in a thread of its own. A rank that hangs in another call still answers.
 
         ``timeouts.trainer_s`` limits the other calls.
         """
-        return HeartbeatReply(socket.gethostname(), is_saving=hasattr(self, "_rank") and self._rank.is_saving)
+        is_saving = hasattr(self, "_rank") and self._rank.is_saving
+        return HeartbeatReply(socket.gethostname(), is_saving=is_saving, warnings=take_warnings())
 
     def set_up(
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1

@@ -77,13 +77,14 @@ def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence
     return sentences
 
 
-def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> Summary:
-    """Return the summary of a run from its lines of metrics."""
+def summarise(config: Config, history: list[Metrics], *, interrupted: bool, faults: Sequence[str] = ()) -> Summary:
+    """Return the summary of a run from its lines of metrics. ``faults`` has sentences about what was not healthy."""
     last = history[-1] if history else {}
     missed = [] if interrupted else missed_goals(config.goals, last)
     step = int(last.get("step", 0))
     how = "interrupted" if interrupted else "done"
     lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
+    lines += [f"warning: {sentence}" for sentence in faults]
     evals = [name for name in last if name.startswith("eval/") and name.endswith(("/reward", "/exact"))]
     names = ("reward/mean", *evals, "weights/version", "response/tokens_total")
     lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.processes.actors import HeartbeatReply
 from hwrl.run.processes.answers import why_died
+from hwrl.run.processes.worker_log import keep_warnings, take_warnings
 
 
 class Reachable:
@@ -42,7 +44,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: None) -> None:
     lost = ActorUnavailableError("its machine is cut off", None)
     log: list[str] = []
-    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, names_hosts=True)
+    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, warn=log.append, names_hosts=True)
     monitor.watch(
         "replica-0", cast(Any, Reachable(HeartbeatReply("host1"), *[lost] * 6, HeartbeatReply("host1"), lost))
     )
@@ -56,9 +58,48 @@ def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: N
     assert any("replica-0 on host1 answers again" in line for line in log)
 
 
+def test_each_warning_of_a_process_is_logged_once_with_the_first_process_that_has_it(looks: None) -> None:
+    log: list[str] = []
+    monitor = ProcessMonitor(heartbeat_s=60.0, log=log.append, warn=log.append)
+    first, second = HeartbeatReply("h", warnings=("train: padded rows",)), HeartbeatReply("h", warnings=("a: b",))
+    monitor.watch("trainer rank 0", cast(Any, Reachable(first, first, second)))
+    monitor.watch("trainer rank 1", cast(Any, Reachable(first)))
+    for _ in range(10):
+        monitor.update()
+    assert log == ["warning: trainer rank 0: train: padded rows", "warning: trainer rank 0: a: b"]
+    many = tuple(map(str, range(1000)))
+    monitor.watch("replica-0", cast(Any, Reachable(HeartbeatReply("h", warnings=many))))
+    monitor.update()
+    assert len(log) == 501 and log[-1] == "further warnings are not shown"
+
+
+class BadRepr:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+def test_a_process_keeps_its_last_warnings_whoever_logs_them() -> None:
+    factory = logging.getLogRecordFactory()
+    try:
+        keep_warnings()
+        quiet = logging.getLogger("tests.quiet")
+        quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
+        quiet.warning("padded\n  %s", "rows")
+        quiet.info("not this")
+        quiet.error("%r", BadRepr())
+        quiet.warning("x" * 10_000)
+        first, second, third = take_warnings()
+        assert (first, second) == ("tests.quiet: padded rows", "tests.quiet: %r") and len(third) == 500
+        for number in range(1000):
+            quiet.warning("%d", number)
+        assert take_warnings()[-1] == "tests.quiet: 999" and take_warnings() == ()
+    finally:
+        logging.setLogRecordFactory(factory)
+
+
 def test_a_machine_is_named_on_a_cluster_only(looks: None) -> None:
     for several, named in ((True, "replica-0 on host1"), (False, "replica-0")):
-        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, names_hosts=several)
+        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, warn=print, names_hosts=several)
         monitor.watch("replica-0", cast(Any, Reachable(HeartbeatReply("host1"))))
         assert monitor.locate("replica-0") == "replica-0", "before the first answer"
         monitor.update()

@@ -63,6 +63,8 @@ class World:
     withdrawn: list[str]
     finished: set[str]
     """The replica ids that have handed in a prompt."""
+    updates: dict[str, int]
+    """How many updates each of them had taken; many if it is not here."""
     clock: SimpleNamespace
     awaiting: set[str]
     """The replicas that Ray may have no devices for."""
@@ -118,12 +120,13 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     logged: list[str] = []
     withdrawn: list[str] = []
     finished: set[str] = set()
+    updates: dict[str, int] = {}
     awaiting: set[str] = set()
     throttles: list[tuple[int, list[str]]] = []
     devices = stand_in_devices(config.rollout.replicas, awaiting)
     ledger = SimpleNamespace(
         handle=None,
-        forget=lambda replica_id: ForgottenReplica(0, replica_id in finished),
+        forget=lambda replica_id: ForgottenReplica(0, replica_id in finished, updates.get(replica_id, 9)),
         expire_overdue=list,
         set_throttle=lambda lead, asleep: throttles.append((lead, asleep)),
     )
@@ -141,7 +144,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
         log=cast(Any, lambda text, *, kind: logged.append(f"{kind}: {text}")),
     )
     replicas.start()
-    return World(replicas, logged, withdrawn, finished, clock, awaiting, throttles)
+    return World(replicas, logged, withdrawn, finished, updates, clock, awaiting, throttles)
 
 
 def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,3 +289,33 @@ def test_a_sleeping_replica_wakes_when_the_others_leave_the_run(monkeypatch: pyt
     assert world.throttles[-1] == (3, ["replica-1#1"])
     world.end(0)
     assert world.throttles[-1] == (3, [])
+
+
+def test_a_replica_that_dies_of_one_cause_at_each_update_is_given_up_and_the_runs_end_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = world_of(monkeypatch, replicas=2, min_replicas=1, max_restarts=2)
+    causes = iter([f"AcceleratorError: invalid argument at 0x{number:x}" for number in range(9)])
+    monkeypatch.setattr("hwrl.run.fleet.replicas.why_ended", lambda answer: next(causes))
+    world.set_up()
+    for number, start in enumerate((0, 2, 3)):
+        world.finished.add(f"replica-0#{start}")
+        world.updates[f"replica-0#{start}"] = 1
+        assert len(world.replicas.repeated_deaths()) == (number >= 3)
+        world.end(start)
+        world.wait(60.0)
+        if number < 2:
+            world.replicas.handle_event(cast(Any, StandInHandle.handles[-1].set_up_answer))
+    assert "it died 3 times in a row and is given up; 1 replicas are left" in world.logged[-1]
+    (sentence,) = world.replicas.repeated_deaths()
+    assert sentence == "replicas ended 3 times by the same cause: AcceleratorError: invalid argument at #"
+
+
+def test_deaths_of_replicas_that_do_their_work_are_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(monkeypatch, max_restarts=1)
+    world.set_up()
+    for start in range(9):
+        world.finished.add(f"replica-0#{start}")
+        world.end(start)
+        world.replicas.handle_event(cast(Any, StandInHandle.handles[-1].set_up_answer))
+    assert len(StandInHandle.handles) == 10

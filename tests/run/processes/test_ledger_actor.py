@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease, UntrainedPrompts
 from hwrl.run.config import Config, parse_config
-from hwrl.run.processes.actors import BatchInfo, LedgerActor
+from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, LedgerActor
 
 
 def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> Config:
@@ -60,7 +60,7 @@ def test_prompts_of_a_forgotten_replica_go_to_others() -> None:
         held = await actor.lease(2, "a#0")
         waiting = asyncio.create_task(actor.lease(2, "a#0"))  # its next request, still open when it dies
         await asyncio.sleep(0)
-        assert await actor.forget("a#0") == (2, False)
+        assert await actor.forget("a#0") == (2, False, 0)
         assert await waiting == []
         again = await actor.lease(2, "a#1")
         assert [lease.sequence_number for lease in again] == [lease.sequence_number for lease in held]
@@ -170,6 +170,24 @@ def test_a_sleeping_replica_gets_no_prompts_and_what_it_has_still_counts() -> No
         await actor.complete([finished(held)], "a#0", {"groups": 1.0})
         await actor.set_throttle(None, [])
         assert [lease.sequence_number for lease in await asleep] == [1]
-        assert await actor.forget("a#0") == (1, True)
+        assert await actor.forget("a#0") == (1, True, 0)
+
+    asyncio.run(scene())
+
+
+def test_an_error_that_was_to_end_the_run_is_forgotten_with_the_state() -> None:
+    async def scene() -> None:
+        actor = LedgerActor(config_of())
+        batch = await begin(actor)
+        (lease,) = await actor.lease(1, "a#0")
+        await actor.fail(lease, "no judge")
+        with pytest.raises(EngineError, match="prompt 0 failed"):
+            await batch
+        await actor.load_state_dict(EMPTY_LEDGER, 1)
+        batch = await begin(actor)
+        leases = await actor.lease(2, "a#0")
+        await actor.complete([replace(finished(lease), incarnation=1) for lease in leases], "a#0", {})
+        _, info = cast("tuple[Any, BatchInfo]", await batch)
+        assert info.sequence_numbers == [0, 1] and (info.ledger["trained"], info.ledger["owed"]) == (2, [])
 
     asyncio.run(scene())
