@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from hwrl.errors import DataError, message_of, short_repr
 
 _loaded: dict[str, tuple[bytes, Any]] = {}
 """The modules made from sources, with their sources: two functions of one file share its module."""
+_folders: list[str] = []
+"""The folders of users' files that this module has put into ``sys.path``."""
 
 
 def load_function(target: str, *, key: str, source: bytes | None = None) -> Callable[..., Any]:
@@ -23,6 +28,9 @@ def load_function(target: str, *, key: str, source: bytes | None = None) -> Call
 
     ``key`` is the configuration key with this target; errors name it. ``source`` replaces the content of the module's
     file, which may have changed since. Runs the module, once for each source. Raises DataError.
+
+    A file can import those beside it: its folder is in ``sys.path`` from then on, behind all that is no user's folder.
+    Processes that it starts find it under its module's name: that of the file, with those of folders if need be.
 
     >>> load_function("hwrl.run.demo:sort_reward", key="reward.function")("21>", "12", "12")["reward"]
     1.0
@@ -78,14 +86,62 @@ def _load_module(name: str, key: str, source: bytes | None) -> Any:
 
 
 def _load_file(path: Path, key: str, source: bytes | None) -> Any:
-    name = f"hwrl_user_{path.stem}_{zlib.crc32(str(path.absolute()).encode()):08x}"  # files of one name may differ
-    spec = importlib.util.spec_from_file_location(name, path)
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for good: children get this path, too
+        _folders.append(folder)
+    spec = importlib.util.spec_from_file_location(_importable_name(path.absolute()), path)
     if (source is None and not path.is_file()) or spec is None:
         raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
     try:
-        return _execute(spec, path.read_bytes() if source is None else source)
+        with _imports_from(folder):
+            return _execute(spec, path.read_bytes() if source is None else source)
     except (Exception, SystemExit) as exc:
         raise _broken(str(path), key, exc) from exc
+
+
+@contextlib.contextmanager
+def _imports_from(folder: str) -> Iterator[None]:
+    """Let ``folder`` come first among the users' folders and the working directory at the end of ``sys.path``.
+
+    Modules of other users' folders are forgotten if ``folder`` has files of their names: its file means those.
+    """
+    for name, module in list(sys.modules.items()):
+        origin = os.path.dirname(getattr(getattr(module, "__spec__", None), "origin", None) or "")
+        is_others = origin in _folders and origin != folder and name not in _loaded
+        if is_others and (Path(folder) / f"{name}.py").is_file():
+            del sys.modules[name]
+    place = len(sys.path)
+    while place and sys.path[place - 1] in (*_folders, str(Path.cwd())):
+        place -= 1
+    sys.path.insert(place, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the file has set another path
+            sys.path.remove(folder)
+
+
+@functools.cache
+def _importable_name(path: Path) -> str:
+    """Return the name under which an import finds ``path``: its own, or with its folders if that is another module."""
+    parts = path.with_suffix("").parts
+    for start in range(len(parts) - 1, 0, -1):
+        if not parts[start].isidentifier():
+            break
+        name, root = ".".join(parts[start:]), str(Path(*parts[:start]))
+        added = root not in sys.path
+        if added:
+            sys.path.append(root)
+        try:
+            spec = importlib.util.find_spec(name)
+        except Exception:  # noqa: BLE001 - a folder may be a package, whose code may raise anything
+            spec = None
+        if spec is not None and spec.origin is not None and Path(spec.origin) == path:
+            return name
+        if added:
+            sys.path.remove(root)
+    return f"hwrl_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # no import finds it
 
 
 def _execute(spec: ModuleSpec, source: bytes) -> Any:
