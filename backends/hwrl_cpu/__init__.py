@@ -34,6 +34,7 @@ _SUPPORT = {
     Capability.REGISTERED_MEMORY: Support("supported", "the processor copies, so no page must be locked"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
     Capability.COLLECTIVES: Support("supported", "Gloo"),
+    Capability.REDUCE_AVERAGE: Support("supported", "Gloo"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),

@@ -51,6 +51,7 @@ _SUPPORT = {
     Capability.PINNED_MEMORY: _PROVEN,
     Capability.MEMORY_STATS: _PROVEN,
     Capability.COLLECTIVES: _PROVEN,
+    Capability.REDUCE_AVERAGE: _PROVEN,
     Capability.COMM_ABORT: _PROVEN,
     Capability.DEVICE_IPC: _PROVEN,
     Capability.REGISTERED_MEMORY: _PROVEN,

@@ -48,6 +48,7 @@ _SUPPORT = {
     Capability.PINNED_MEMORY: _SIMULATED,
     Capability.MEMORY_STATS: _SIMULATED,
     Capability.COLLECTIVES: _SIMULATED,
+    Capability.REDUCE_AVERAGE: _SIMULATED,
     Capability.COMM_ABORT: _SIMULATED,
     Capability.DEVICE_IPC: _SIMULATED,
     Capability.VARLEN_ATTENTION: _SIMULATED,

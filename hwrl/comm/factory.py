@@ -40,13 +40,13 @@ class Comm:
 
         Without ``store`` the ranks meet by torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all ranks came.
         A device without collectives gets a group staged through the host. FSDP2 calls stream functions of torch's
-        module for the device; if the module lacks some, it gets torch's general ones.
+        module for the device; if the module lacks some, it gets the backend's.
         """
         rendezvous: dict[str, Any] = {}
         if store is not None:
             rendezvous = {"store": store, "rank": _required(rank, "rank"), "world_size": _required(size, "size")}
         collectives = collectives_of(self.backend)
-        fill_stream_functions(self.backend.info.device_type)
+        fill_stream_functions(self.backend)
         timeout = collectives.library_timeout(timeout_s)
         try:
             dist.init_process_group(collectives.group_library(), timeout=timeout, **rendezvous)

@@ -46,6 +46,8 @@ class Capability(StrEnum):
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COLLECTIVES = "collectives"
     """torch has a collective library for the device. Without it, :mod:`hwrl.comm` stages groups through the host."""
+    REDUCE_AVERAGE = "reduce_average"
+    """The collective library averages. Without it, FSDP2's gradients are summed and divided."""
     COMM_ABORT = "comm_abort"
     """Another thread can end a blocked collective."""
     SHARED_DEVICE_GROUPS = "shared_device_groups"
@@ -196,7 +198,7 @@ class Backend:
 
     def device_count(self) -> int:
         """Return the number of devices visible to this process; 0 is an answer, not an error."""
-        return int(torchapi.function(self.info.device_type, "device_count")())
+        return int(torchapi.function(self.info.device_type, "device_count", instead="device_count")())
 
     def why_no_device(self) -> str:
         """Return the reason why :meth:`device_count` is 0; an empty text if this process sees a device."""
@@ -217,11 +219,11 @@ class Backend:
 
     def current_index(self) -> int:
         """Return the index of this thread's current device."""
-        return int(torchapi.function(self.info.device_type, "current_device")())
+        return int(torchapi.function(self.info.device_type, "current_device", instead="current_device_index")())
 
     def set_device(self, index: int) -> None:
         """Make device ``index`` this thread's current device. With some libraries this creates the device's context."""
-        torchapi.function(self.info.device_type, "set_device")(index)
+        torchapi.function(self.info.device_type, "set_device", instead="set_device_index")(index)
 
     def device_uuid(self, index: int) -> str | None:
         """Return the UUID of device ``index``, equal in every process and under every number; None if unknown."""
@@ -234,22 +236,50 @@ class Backend:
         torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
 
     def stream(self) -> StreamLike:
-        """Return a new side stream of the current device. Without streams, work on it runs at once, in the caller."""
+        """Return a new side stream of the current device. Without streams, work on it runs at once, in the caller.
+
+        This method, :meth:`current_stream` and :meth:`event` raise UnsupportedError if torch has no streams for the
+        device: its backend must then override all three.
+        """
         import torch
 
+        self._require_streams()
         return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
 
     def current_stream(self) -> StreamLike:
         """Return this thread's current stream."""
         import torch
 
+        self._require_streams()
         return torch.accelerator.current_stream()
 
     def event(self, *, timing: bool = False) -> Any:
         """Return a ``torch.Event``; with ``timing`` it can measure ``elapsed_time`` in milliseconds."""
+        self._require_streams()
+        return self._new_event(timing=timing)
+
+    def _new_event(self, *, timing: bool) -> Any:
         import torch
 
-        return torch.Event(self.info.device_type, enable_timing=timing)
+        made: Any = torch._C.Event  # vllm-ascend 0.23 puts a class with other arguments at torch.Event
+        return made(self.info.device_type, enable_timing=timing)
+
+    def _require_streams(self) -> None:
+        if self._why_no_streams:
+            raise UnsupportedError(
+                f"device {self.info.device_type!r} has no streams",
+                why=self._why_no_streams,
+                fix="let the backend's stream, current_stream and event return inline ones, as hwrl_cpu/inline.py does",
+            )
+
+    @functools.cached_property
+    def _why_no_streams(self) -> str:
+        """torch's error when an event is recorded, because torch makes streams and events also where none work."""
+        try:
+            self._new_event(timing=False).record()
+        except RuntimeError as exc:
+            return str(exc).strip().partition("\n")[0]
+        return ""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager; it marks a named range in the profiler's timeline."""
@@ -334,10 +364,25 @@ class Backend:
         torchapi.function(self.info.device_type, "empty_cache", general="empty_cache")()
 
     def pinned_empty(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of uninitialised page-locked host memory, a 1-d uint8 tensor; the caller owns it."""
+        """Return ``nbytes`` of uninitialised page-locked host memory, a 1-d uint8 tensor; the caller owns it.
+
+        Raises UnsupportedError if torch cannot lock memory for the device.
+        """
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.require(Capability.PINNED_MEMORY, needed_for="allocate page-locked host memory")
+        why = "torch returned memory that is not page-locked"
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            if not nbytes or memory.is_pinned():
+                return memory
+        except RuntimeError as exc:
+            why = str(exc).strip().partition("\n")[0]
+        raise UnsupportedError(
+            f"device {self.info.device_type!r} has no page-locked host memory",
+            why=why,
+            fix="override the backend's pinned_empty, with usual memory if copies may block",
+        )
 
     def export_memory(self, memory: torch.Tensor) -> Handle:
         """Return a JSON-able handle of ``memory``, for :meth:`open_memory` in other processes of this host.

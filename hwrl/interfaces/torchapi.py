@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hwrl.interfaces.backend import Backend
 
 _GAP_MESSAGES = ("is not a DeviceAllocator", "doesn't support", "not implemented")
 """torch 2.13's messages when a vendor's extension does not implement a function of torch.accelerator."""
@@ -35,11 +38,12 @@ def device_module(device_type: str) -> Any:
         ) from exc
 
 
-def function(device_type: str, name: str, *, general: str = "") -> Callable[..., Any]:
+def function(device_type: str, name: str, *, general: str = "", instead: str = "") -> Callable[..., Any]:
     """Return a function of the device: torch.accelerator's ``general``, or else ``name`` of the device's module.
 
-    torch.accelerator's function may exist while the vendor's extension lacks its implementation. Then the returned
-    function calls the module's. Raises UnsupportedError if there is neither; the returned function raises it, too.
+    A module without ``name`` is replaced by torch.accelerator's ``instead``. torch.accelerator's function may exist
+    while the vendor's extension lacks its implementation. Then the returned function calls the module's. Raises
+    UnsupportedError if there is neither; the returned function raises it, too.
     """
     import torch
 
@@ -48,28 +52,28 @@ def function(device_type: str, name: str, *, general: str = "") -> Callable[...,
         return functools.partial(_call_accelerator, device_type, name, getattr(torch.accelerator, general), own)
     if own is not None:
         return own
+    if instead and _serves(device_type):
+        found: Callable[..., Any] = getattr(torch.accelerator, instead)
+        return found
     raise _missing(
         device_type,
         name,
         why=f"torch {torch.__version__} has no torch.{device_type}.{name} and "
-        f"no torch.accelerator.{general or name} for it",
+        f"no torch.accelerator.{general or instead or name} for it",
     )
 
 
-def fill_stream_functions(device_type: str) -> None:
-    """Add torch's general stream functions to the device's module where it lacks them: FSDP2 calls them there."""
-    import torch
-
-    module = device_module(device_type)
-    general = {
-        "Stream": functools.partial(torch.Stream, device=device_type),
-        "Event": functools.partial(torch.Event, device_type),
-        "current_stream": torch.accelerator.current_stream,
+def fill_stream_functions(backend: Backend) -> None:
+    """Add the backend's streams and events to the device's module where it lacks them: FSDP2 calls them there."""
+    own = {
+        "Stream": lambda **_: backend.stream(),
+        "Event": lambda enable_timing=False, **_: backend.event(timing=enable_timing),
+        "current_stream": lambda device=None: backend.current_stream(),
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
     }
-    for name, call in general.items():
-        if not hasattr(module, name):
-            setattr(module, name, call)
+    for name, call in own.items():
+        if not hasattr(backend.device_module, name):
+            setattr(backend.device_module, name, call)
 
 
 def _serves(device_type: str) -> bool:

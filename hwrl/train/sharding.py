@@ -74,6 +74,16 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
                 )
 
 
+def sum_if_needed(model: torch.nn.Module, backend: Backend) -> None:
+    """Let FSDP2 sum and divide the gradients of the sharded ``model`` if the backend's groups cannot average."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not backend.supports(Capability.REDUCE_AVERAGE).usable:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(enable=True)
+
+
 class ShardedModel:
     """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
 
@@ -111,6 +121,7 @@ class ShardedModel:
         for layer in reversed(layers):  # inner ones first
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        sum_if_needed(model, backend)
         allocate(model, device=torch.device("cpu") if memory.on_host else backend.device())
         self.keeps_weights = self.keeps_gradients = self._has_whole_gradients = False
         self._keep(group, backend)

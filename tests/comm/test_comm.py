@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwrl.comm import Comm, Group, Store, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, HashStore, Store, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.interfaces import Capability, Support
 from hwrl.testing.processes import Processes, run_processes
@@ -130,7 +130,7 @@ def _borrow_the_default_group(_: int) -> list[float]:
     found = []
     for backend in (CpuBackend(INFO), Mute(INFO)):
         comm = Comm(backend)
-        with comm.init_default(store=dist.HashStore(), rank=0, size=1, timeout_s=30.0):
+        with comm.init_default(store=HashStore(), rank=0, size=1, timeout_s=30.0):
             with comm.default_group() as borrowed:
                 found.append(borrowed.timeout_s)
             with pytest.raises(CommAbortedError):
@@ -139,7 +139,7 @@ def _borrow_the_default_group(_: int) -> list[float]:
                 raise KeyError
             comm.default_group().barrier()
         assert not dist.is_initialized()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=45))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=45))
     with Comm(CpuBackend(INFO)).default_group() as borrowed:
         found.append(borrowed.timeout_s)
     assert dist.is_initialized()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def test_a_missing_capability_says_who_lacks_it_and_why() -> None:
 def test_what_is_not_proven_is_usable_and_says_so() -> None:
     GENERIC.require(Capability.STREAMS, needed_for="copy on the side")
     assert GENERIC.supports(Capability.STREAMS).state == "unverified"
+
+
+@pytest.mark.parametrize("call", [GENERIC.stream, GENERIC.current_stream, GENERIC.event])
+def test_a_device_without_streams_says_so_before_one_is_used(call: Callable[[], object]) -> None:
+    with pytest.raises(UnsupportedError, match=r"device 'cpu' has no streams(.|\n)*inline ones"):
+        call()
 
 
 def test_the_collective_library_comes_from_torch() -> None:
@@ -102,7 +109,15 @@ backend.empty_cache()
 torch.accelerator.empty_cache, torch._C._accelerator_isAllocatorInitialized = lambda: None, lambda: False
 backend.empty_cache()  # an older torch: it does nothing, without an error
 assert asked == ["general", "own", "own"], asked
-fill_stream_functions("acme")
+torch.accelerator.set_device_index, torch.accelerator.device_count = asked.append, lambda: 5
+backend.set_device(0)
+assert asked[-1] == 0, "the module has no set_device"
+assert backend.device_count() == 1, "the module's own comes first"
+assert "device 'acme' has no page-locked host memory" in says(lambda: backend.pinned_empty(8))
+class Inline(Backend):
+    stream = current_stream = event = lambda self, **_: "inline"
+fill_stream_functions(Inline(backend.info))
+assert torch.acme.Stream(priority=-1) == torch.acme.Event() == torch.acme.current_stream() == "inline"
 assert all(hasattr(torch.acme, name) for name in ("Stream", "Event", "stream", "current_stream"))
 assert "torch has no device 'unheard'" in says(Backend(BackendInfo("unheard", "unheard", "")).device_count)
 del torch.accelerator.get_memory_info

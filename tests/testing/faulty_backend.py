@@ -109,6 +109,8 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             return replace(super().supports(capability), reason="")
         if capability is Capability.COLLECTIVES and fault("it has no collectives"):
             return Support("unsupported", "nobody wrote the library")
+        if capability is Capability.REDUCE_AVERAGE and fault("it says that it cannot average"):
+            return Support("unsupported", "the library only sums")
         if capability is Capability.COMM_ABORT and fault("an unsupported abort does nothing"):
             return Support("unsupported", "the library cannot")
         return super().supports(capability)
@@ -207,6 +209,9 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
     def group_library(self) -> str:
         import torch.distributed as dist
 
+        if fault("it cannot average") or fault("it says that it cannot average"):
+            dist.Backend.register_backend("summer", summer, extended_api=True, devices=["cpu"])
+            return "summer"
         if not fault("the library only reduces"):
             return super().group_library()
         if "reducer" not in dist.Backend.backend_list:
@@ -252,6 +257,23 @@ def reducer(store: Any, rank: int, size: int, timeout: Any) -> Any:
             return whole.allreduce(tensors, options)
 
     return Reducer(rank, size)
+
+
+def summer(options: Any, _: Any) -> Any:
+    """Return a process group that has every operation, and no average."""
+    import torch.distributed as dist
+
+    from hwrl.comm.staged import StagedGroup
+
+    class Summer(StagedGroup):
+        def _run(self, operation: str, *args: Any, **settings: Any) -> Any:
+            if any(getattr(arg, "reduceOp", None) == dist.ReduceOp.AVG for arg in args):
+                raise RuntimeError("this library has no ReduceOp.AVG")
+            return super()._run(operation, *args, **settings)
+
+    host, name = hwrl_cpu.CpuBackend(INFO), str(options.group_id)
+    place = {"rank": options.group_rank, "size": options.group_size, "timeout": options.timeout}
+    return Summer(host.create_process_group(options.store, name=name, **place), host, "cpu", name=name)
 
 
 @dataclass

@@ -68,6 +68,7 @@ FAULTS = {
     "more is free than there is": "test_the_numbers_fit_each_other",
     "a broadcast does nothing": "test_collectives_are_right",
     "the library only reduces": "test_the_default_group_is_torchs",
+    "it cannot average": "test_the_default_group_is_torchs",
     "abort does nothing": "test_abort_ends_what_is_blocked_or_is_refused",
     "a dead peer goes unnoticed": "test_a_killed_peer_is_noticed_and_replaced",
     "opened memory is a copy": "test_both_processes_see_the_same_bytes",
@@ -128,6 +129,13 @@ def test_a_device_without_collectives_conforms_on_groups_staged_through_the_host
         check.level is Level.COLLECTIVES for check in report.checks if check.outcome != "passed"
     )
     assert "10 passed" in capfd.readouterr().out
+
+
+def test_a_device_whose_library_cannot_average_conforms_if_it_says_so(
+    faulty: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HWRL_FAULT", "it says that it cannot average")
+    assert run_kit(BACKEND, backend=faulty, keyword="test_the_default_group_is_torchs").names("passed")
 
 
 def test_a_keyword_or_a_level_that_selects_nothing_is_an_error() -> None:

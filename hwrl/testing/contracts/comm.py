@@ -20,6 +20,7 @@ from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.levels import Level
 from hwrl.testing.processes import Processes, run_processes
+from hwrl.train.sharding import sum_if_needed
 
 _DTYPES = (
     torch.float32,
@@ -155,6 +156,7 @@ def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
         for layer in sharded:
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(sharded, mesh=mesh["shard"])
+        sum_if_needed(sharded, backend)
         batch = torch.linspace(-1, 1, 2 * 3 * 8).view(2, 3, 8)
         _take_step(alone, batch)
         _take_step(sharded, batch[rank].to(backend.device()))
