@@ -23,6 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", default="{}", help="the options of an engine, as a JSON object")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="write the report as JSON, too")
     parser.add_argument("--badge", type=local_path, metavar="FILE", help="write a badge: .svg, or .json for shields.io")
+    parser.add_argument(
+        "--timeout-scale", type=float, metavar="N", help="multiply all time limits, for a slow or busy machine"
+    )
     parser.add_argument("-k", dest="keyword", default="", help="run only the checks that match this pytest expression")
 
 
@@ -41,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.name, kind=args.kind and Kind(args.kind), options=options)
     if subject.kind is Kind.BACKEND:
         set_backend(subject.name)
-    report = run_kit(subject, backend=get_backend(), level=Level(args.level), keyword=args.keyword)
+    report = run_kit(
+        subject,
+        backend=get_backend(),
+        level=Level(args.level),
+        keyword=args.keyword,
+        timeout_scale=args.timeout_scale,
+    )
     if args.json is not None:
         report.write_json(args.json)
     if args.badge is not None:

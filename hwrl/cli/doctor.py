@@ -24,6 +24,7 @@ from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import BackendError, HwrlError
 from hwrl.interfaces import Finding, ProbeContext
+from hwrl.testing.limits import TIMEOUT_SCALE
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
@@ -143,7 +144,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"\nchosen: {report['chosen'] or 'none'}\n  why: {report['why']}"
     if report.get("fix"):
         yield f"  fix: {report['fix']}"
-    yield "\nok: the chosen backend can run" if report["ok"] else "\nNOT ok: no run is possible like this"
+    if report.get("live", {}).get("slow"):
+        yield f"\nNOT ok: the check took too long; on a busy machine try again, or with {TIMEOUT_SCALE}=4"
+    else:
+        yield "\nok: the chosen backend can run" if report["ok"] else "\nNOT ok: no run is possible like this"
 
 
 def _backend_lines(backend: dict[str, Any]) -> Iterator[str]:

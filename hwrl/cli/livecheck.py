@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.discovery import BACKEND_VARIABLE
+from hwrl.testing.limits import scaled
 
 if TYPE_CHECKING:
     from hwrl.interfaces import Backend
@@ -23,7 +24,11 @@ _SHOWN = 3
 
 
 def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
-    """Try backend ``name`` in a child process; return its devices and capabilities, ``ok``, and ``why`` if not."""
+    """Try backend ``name`` in a child process; return its devices and capabilities, ``ok``, and ``why`` if not.
+
+    ``slow`` is there, and true, if it did not end within ``timeout_s``, times the variable ``HWRL_TIMEOUT_SCALE``.
+    """
+    timeout_s = scaled(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         # The child imports the same hwrl and plugins as this process, and none from its working directory.
@@ -34,7 +39,8 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
                 command, env=env, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"ok": False, "why": f"the check did not end within {timeout_s:g} s; it was killed"}
+            why = f"the check did not end within {timeout_s:g} s, and was killed: it is too slow or stuck"
+            return {"ok": False, "slow": True, "why": why}
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text())
             return found
@@ -74,9 +80,13 @@ def _why_unusable(backend: Backend) -> str:
     absent = backend.why_no_device()
     if absent:
         return absent
+    mark = backend.event(timing=True)  # on a device without streams, an inline one
+    mark.record()
+    mark.synchronize()
     ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
     pinned = backend.pinned_empty(ones.nbytes).view(torch.float32)
     pinned.copy_(ones + ones)
+    backend.current_stream().synchronize()
     backend.synchronize()
     if not torch.equal(pinned, torch.full((1024,), 2.0)):
         return "1 + 1 on the device did not arrive as 2 in host memory"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ _LEARNING_RATE = 1e-2
 # Adam divides by the gradient's size plus this value. It is large here, so a gradient of only rounding errors makes a
 # small step.
 _EPSILON = 1e-3
+_CHAINED, _TURNS = 1 << 21, 6
+_PAYS = 0.9  # a chain that a compiler has fused takes less than half the time
 
 _Attend = Callable[..., torch.Tensor]
 """``(query, key, value, *, visible, causal)``; ``visible`` is the mask of the keys, None for all keys."""
@@ -97,6 +100,45 @@ def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[
     got = _trained(copy.deepcopy(model).to(backend.device()), tokens.to(backend.device()), _fused, step=step)
     wanted = _trained(model.double(), tokens, _step_by_step, step=step)
     return list(differences(got, wanted, dtype))
+
+
+def wrong_compiled(backend: Backend) -> list[str]:
+    """Return the errors of a compiled chain of elementwise operations, one line each; one is that it is not faster.
+
+    A compiler makes one pass over memory of it. The best of several turns of each counts: both meet the same load.
+    """
+    generator = torch.Generator().manual_seed(0)
+    host = torch.randn(_CHAINED, generator=generator)
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"as it is": _chain, "compiled": torch.compile(_chain)}
+    best_s = dict.fromkeys(ways, math.inf)
+    wrong: list[str] = []
+    exact = host.double().requires_grad_()
+    right = _chain(exact)
+    right.sum().backward()
+    for turn in range(_TURNS):
+        for name, way in ways.items():
+            x = host.to(backend.device()).requires_grad_()
+            backend.synchronize()
+            begun_s = time.perf_counter()
+            out = way(x)
+            out.sum().backward()
+            backend.synchronize()
+            best_s[name] = min(best_s[name], time.perf_counter() - begun_s)
+            if turn == 0:
+                found = with_gradients(out, {"x": x})
+                wrong += [
+                    f"{name}: {line}" for line in differences(found, with_gradients(right, {"x": exact}), x.dtype)
+                ]
+    if best_s["compiled"] > _PAYS * best_s["as it is"]:
+        taken = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in best_s.items())
+        wrong.append(f"compiling a chain of operations makes it no faster: {taken}")
+    return wrong
+
+
+def _chain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(8):
+        x = functional.silu(x) * 1.25 + x.tanh() * 0.5
+    return x
 
 
 def differences(

@@ -47,6 +47,7 @@ from hwrl.testing.contracts.train_engine import (
 from hwrl.testing.contracts.transfers import TransferContract
 from hwrl.testing.contracts.weights import TransportContract, WeightsContract
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import TIMEOUT_SCALE, ran_out, scaled
 from hwrl.testing.processes import preload
 from hwrl.testing.report import CheckResult, KitReport
 from hwrl.testing.subject import Subject
@@ -84,12 +85,19 @@ __all__ = [
 _SUITES = Path(__file__).with_name("suites")
 
 
-def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, keyword: str = "") -> KitReport:
+def run_kit(
+    subject: Subject,
+    *,
+    backend: Backend,
+    level: Level = Level.FULL,
+    keyword: str = "",
+    timeout_scale: float | None = None,
+) -> KitReport:
     """Run the checks of ``subject`` up to ``level`` on ``backend``; print results and a summary; return the report.
 
-    A failed check is in the report and raises nothing. ``keyword`` is a pytest expression to select checks, as for
-    ``-k``. Raises ConfigError if nothing is selected, HwrlError if pytest itself fails. Child processes find the
-    backend by its name, so its package must be installed.
+    A check without success is in the report and raises nothing. ``keyword`` is a pytest expression to select checks, as
+    for ``-k``. ``timeout_scale`` multiplies all time limits. Raises ConfigError if nothing is selected, HwrlError if
+    pytest itself fails. Child processes find the backend by its name, so its package must be installed.
     """
     suite = _SUITES / subject.kind.suite
     with contextlib.suppress(HwrlError):  # the fork server runs already: the checks only take longer
@@ -99,6 +107,9 @@ def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, ke
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider", "--color=no"]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_ADDOPTS", raising=False)
+        if timeout_scale is not None:
+            patch.setenv(TIMEOUT_SCALE, str(timeout_scale))
+        scaled(1.0)  # raises here, not in each check
         status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise _nothing_selected(subject, level, keyword)
@@ -131,6 +142,7 @@ class _KitPlugin:
     def __init__(self, subject: Subject, backend: Backend, level: Level) -> None:
         self._subject, self._backend, self._levels = subject, backend, level.included
         self._level_of: dict[str, Level] = {}
+        self._slow: set[str] = set()
         self.checks: list[CheckResult] = []
 
     @pytest.fixture
@@ -149,12 +161,17 @@ class _KitPlugin:
         chosen = [item for item in items if item.cls.level in self._levels]
         items[:] = sorted(chosen, key=lambda item: order.index(item.cls.level))
 
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.excinfo is not None and ran_out(call.excinfo.value):
+            self._slow.add(item.nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
         name = report.nodeid.partition("::")[2]
         level = self._level_of[report.nodeid]
-        self.checks.append(CheckResult(name, level, report.outcome, _reason(report), round(report.duration, 3)))
+        outcome = "slow" if report.failed and report.nodeid in self._slow else report.outcome
+        self.checks.append(CheckResult(name, level, outcome, _reason(report), round(report.duration, 3)))
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hwrl.errors import HwrlError
+from hwrl.testing.limits import scaled
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _started = threading.Event()  # set when the fork server starts; it forks each rank
@@ -80,13 +81,14 @@ def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: 
 class Processes:
     """``size`` processes with ``target(rank, *args)``; leaving the context kills the running ones.
 
-    The processes start on entry, and ``timeout_s`` counts from there for all of them. Each uses one torch thread. Its
+    The processes start on entry, and ``timeout_s`` (times the variable ``HWRL_TIMEOUT_SCALE``, if that is set) counts
+    from there for all of them. Each uses one torch thread. Its
     environment is the one of this process when the object was made. But torch, ``hwrl.comm`` and the modules of
     :func:`preload` are imported once, for the first processes; what they read from the environment then stays.
     """
 
     def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 1200.0) -> None:
-        self._target, self._size, self._timeout_s = _Target.of(target), size, timeout_s
+        self._target, self._size, self._timeout_s = _Target.of(target), size, scaled(timeout_s)
         self._payload = pickle.dumps((dict(os.environ), args))
         self._deadline = 0.0
         self._children: list[multiprocessing.process.BaseProcess] = []

@@ -16,8 +16,8 @@ from hwrl.interfaces import Backend, Capability
 from hwrl.testing.levels import Level
 from hwrl.testing.subject import Subject
 
-CheckOutcome = Literal["passed", "skipped", "failed"]
-_OUTCOMES: tuple[CheckOutcome, ...] = ("passed", "skipped", "failed")
+CheckOutcome = Literal["passed", "skipped", "slow", "failed"]
+_OUTCOMES: tuple[CheckOutcome, ...] = ("passed", "skipped", "slow", "failed")
 _COLORS = {"green": "#3a7d44", "red": "#b3261e"}
 _CHARACTER_WIDTH = 6.6
 _PADDING = 12
@@ -25,7 +25,10 @@ _PADDING = 12
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check. ``name`` is ``contract::check``; ``reason`` says why it was skipped or failed."""
+    """The result of one check. ``name`` is ``contract::check``; ``reason`` says why it did not pass.
+
+    ``slow``: its time ran out, because the machine is too slow or something is stuck. That proves nothing.
+    """
 
     name: str
     level: Level
@@ -51,12 +54,12 @@ class KitReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
-        return not self.failed
+        """Whether no check failed, and all ended in time."""
+        return not self.failed and not self.names("slow")
 
     @property
     def failed(self) -> list[str]:
-        """The names of the failed checks."""
+        """The names of the checks with a wrong result."""
         return self.names("failed")
 
     def names(self, outcome: CheckOutcome) -> list[str]:
@@ -65,14 +68,14 @@ class KitReport:
 
     @property
     def reached(self) -> Level | None:
-        """The highest level with a passed check, if no check of it or of a lower level failed.
+        """The highest level with a passed check, if no check of it or of a lower level failed or was slow.
 
         None if there is no such level, and for a partial report.
         """
         reached = None
         for level in self.level.included:
             outcomes = {check.outcome for check in self.checks if check.level is level}
-            if "failed" in outcomes:
+            if outcomes & {"failed", "slow"}:
                 break
             reached = level if "passed" in outcomes else reached
         return None if self.partial else reached
@@ -86,7 +89,7 @@ class KitReport:
     # -- text -------------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[str]:
-        """Yield a table of outcomes by level and contract, then the capabilities, then the failed checks."""
+        """Yield a table of outcomes by level and contract, then the capabilities, then the checks without success."""
         backend = self.backend
         yield f"\n{self.subject}, on backend {backend.info.name} with {backend.device_count()} device(s)"
         yield f"  {'level':<12}{'contract':<29}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
@@ -98,6 +101,9 @@ class KitReport:
             support = backend.supports(capability)
             yield f"  {capability.value:<24}{support.state:<13} {support.reason}"
         yield from (f"  FAILED {name}" for name in self.failed)
+        yield from (f"  TOO SLOW OR STUCK {name}" for name in self.names("slow"))
+        if self.names("slow"):
+            yield "  (a time limit proves nothing wrong: try again on a less busy machine, or with --timeout-scale 4)"
         if not self.partial:
             yield f"  level reached: {self.verdict()}"
 
@@ -143,7 +149,7 @@ class KitReport:
     def badge(self) -> Mapping[str, str | int]:
         """Return the badge's texts and color, in the form that shields.io reads from an address."""
         good = self.ok and self.reached is not None
-        found = self.verdict() if good else "failing"
+        found = self.verdict() if good else "failing" if self.failed else "too slow or stuck"
         return {
             "schemaVersion": 1,
             "label": f"hwrl {__version__} {self.subject.kind.value}",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwrl.interfaces import Backend
 from hwrl.testing.compute import differences, with_gradients
@@ -68,6 +70,37 @@ def wrong_varlen(backend: Backend, pack: Packed, dtype: torch.dtype) -> list[str
     right = _token_by_token(**exact, pack=pack)
     right.backward(weight.double())
     return list(differences(with_gradients(out, found), with_gradients(right, exact), dtype))
+
+
+def why_not_fused(backend: Backend, dtype: torch.dtype) -> str:
+    """Return how the device computes one long and many short sequences without a fused kernel, "" if with one.
+
+    Without one, the sequences become rows of the longest one's length, or are computed one by one.
+    """
+    pack = Packed((256, *[1] * 63), head_size=64)
+    query = torch.ones(pack.tokens, pack.heads, pack.head_size, dtype=dtype, device=backend.device())
+    cu_seqlens = torch.tensor(pack.boundaries, dtype=torch.int32, device=backend.device())
+    with torch.no_grad(), _Operations() as seen:
+        backend.varlen_attention(query, query, query, cu_seqlens=cu_seqlens, max_length=256)
+    if seen.most_elements >= len(pack.lengths) * 256 * pack.heads * pack.head_size:
+        return "it pads the sequences to the longest"
+    return f"it takes {seen.count} operations" if seen.count >= len(pack.lengths) else ""
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations in the block, and the elements of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.most_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        for one in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(one, torch.Tensor):
+                self.most_elements = max(self.most_elements, one.numel())
+        return out
 
 
 def _token_by_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, pack: Packed) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from hwrl_cpu.inline import InlineEvent, InlineStream
 INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault", api=(1, 0))
 
 if os.environ.get("HWRL_FAULT") == "module imports torch":
-    import torch  # noqa: F401 - the fault
+    import torch
 
 
 def fault(name: str) -> bool:
@@ -91,9 +92,29 @@ class LateEvent(InlineEvent):
         return -1.0
 
 
+class OtherUnit(InlineEvent):
+    def elapsed_time(self, end: InlineEvent) -> float:
+        return super().elapsed_time(end) * (1e-3 if fault("events measure seconds") else 1e3)
+
+
 class ForgetfulStream(InlineStream):
     def query(self) -> bool:
         return False
+
+
+class SideStream(InlineStream):
+    """Claims, as a device with streams does, that its work is done only after ``synchronize``."""
+
+    done = True
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def __exit__(self, *exc: object) -> None:
+        self.done = False
 
 
 class FaultyBackend(hwrl_cpu.CpuBackend):
@@ -113,6 +134,11 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             return Support("unsupported", "the library only sums")
         if capability is Capability.COMM_ABORT and fault("an unsupported abort does nothing"):
             return Support("unsupported", "the library cannot")
+        compiling = capability is Capability.COMPILED_TRAINING and (
+            fault("compiling raises") or fault("compiled code is wrong")
+        )
+        if compiling or fault(f"it claims {capability.value}") or fault(f"it has {capability.value}"):
+            return Support("supported", "so it says")
         return super().supports(capability)
 
     def require(self, capability: Capability, *, needed_for: str) -> None:
@@ -123,7 +149,12 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         return 0 if fault("no device") else 1
 
     def event(self, *, timing: bool = False) -> InlineEvent:
+        if fault("events measure seconds") or fault("events measure microseconds"):
+            return OtherUnit()
         return LateEvent() if fault("time runs backwards") else super().event(timing=timing)
+
+    def stream(self) -> InlineStream:
+        return SideStream() if fault("it has streams") else super().stream()
 
     def current_stream(self) -> InlineStream:
         return ForgetfulStream() if fault("a stream never ends") else super().current_stream()
@@ -135,6 +166,8 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             query, key, value = query.flip(0), key.flip(0), value.flip(0)
             where["cu_seqlens"] = len(query) - where["cu_seqlens"].flip(0)
             return super().varlen_attention(query, key, value, **where).flip(0)
+        if fault("it has varlen_attention"):
+            return fused_attention()(query, key, value, where["cu_seqlens"], where["max_length"])
         if fault("varlen attention has a wrong gradient"):
             key = key.detach()
         return super().varlen_attention(query, key, value, **where)
@@ -228,6 +261,33 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         if fault("abort does nothing") or fault("an unsupported abort does nothing"):
             return
         super().abort_process_group(getattr(group, "whole", group))
+
+
+@functools.cache
+def fused_attention() -> Any:
+    """Return an operation that computes a pack as a device's kernel does: in one piece, as torch sees it."""
+    import torch
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        return hwrl_cpu.CpuBackend(INFO).varlen_attention(q, k, v, cu_seqlens=ends, max_length=longest)
+
+    schema = "(Tensor q, Tensor k, Tensor v, Tensor ends, int longest) -> Tensor"
+    return torch.library.custom_op("faulty::attend", attend, mutates_args=(), schema=schema)
+
+
+def compiled_with(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.compile, ``right``, with the faults of a device's compiler."""
+
+    def compile(function: Any, **settings: Any) -> Any:
+        if fault("compiling raises"):
+            raise RuntimeError("no compiler for this device")
+        if fault("it claims compiled_training"):  # it compiles nothing, and costs something
+            return lambda x: function(function(x) * 0 + x)
+        if fault("compiled code is wrong"):
+            return lambda x: x * 2
+        return right(function, **settings)
+
+    return compile
 
 
 def attention_over(right: Callable[..., Any]) -> Callable[..., Any]:

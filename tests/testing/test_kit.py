@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from torch.nn import functional
 
 from hwrl.cli import conformance
@@ -44,6 +46,13 @@ FAULTS = {
     "an unsupported abort does nothing": "test_what_is_unsupported_raises",
     "no device": "test_it_sees_a_device",
     "time runs backwards": "test_events_mark_time",
+    "events measure seconds": "test_events_measure_milliseconds",
+    "events measure microseconds": "test_events_measure_milliseconds",
+    "it claims streams": "test_claimed_streams_run_beside_the_caller",
+    "it claims varlen_attention": "test_claimed_varlen_attention_is_fused",
+    "it claims compiled_training": "test_claimed_compiled_training_is_right_and_pays",
+    "compiling raises": "test_claimed_compiled_training_is_right_and_pays",
+    "compiled code is wrong": "test_claimed_compiled_training_is_right_and_pays",
     "a stream never ends": "test_streams_keep_order",
     "random state is not bytes": "test_random_numbers_repeat",
     "random state is not restored": "test_random_numbers_repeat",
@@ -78,6 +87,13 @@ FAULTS = {
     "anything is exported": "test_what_is_no_piece_of_memory_is_refused",
 }
 """Each fault, and the check that must fail because of it."""
+STUCK = {"probe is slow", "abort does nothing", "a dead peer goes unnoticed"}
+"""Faults that show by a time limit alone."""
+CLAIMED = {
+    "it has streams": "test_claimed_streams_run_beside_the_caller",
+    "it has varlen_attention": "test_claimed_varlen_attention_is_fused",
+}
+"""True claims, and their checks. The reference backend claims neither."""
 IN_TWO_PROCESSES = {
     "test_collectives_are_right",
     "test_the_default_group_is_torchs",
@@ -96,6 +112,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]
         backend = Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
         faults = sys.modules["faulty_backend"].attention_over(functional.scaled_dot_product_attention)
         monkeypatch.setattr(functional, "scaled_dot_product_attention", faults)
+        monkeypatch.setattr(torch, "compile", sys.modules["faulty_backend"].compiled_with(torch.compile))
         yield backend
 
 
@@ -107,7 +124,7 @@ def reference() -> Backend:
 def test_the_kit_catches(name: str, faulty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWRL_FAULT", name)
     report = run_kit(BACKEND, backend=faulty, keyword=FAULTS[name])
-    assert report.failed
+    assert report.names("slow") if name in STUCK else report.failed
     assert not report.ok and report.reached is None, "a part of the checks reaches no level"
 
 
@@ -117,7 +134,36 @@ def test_the_good_twin_passes_the_checks_that_catch_faults(faulty: Backend) -> N
     assert report.failed == []
     passed = {name.partition("::")[2].partition("[")[0] for name in report.names("passed")}
     caught = {check.partition(" ")[0] for check in FAULTS.values()}
-    assert caught - passed == IN_TWO_PROCESSES
+    assert caught - passed == IN_TWO_PROCESSES | {check for check in caught if check.startswith("test_claimed")}
+
+
+@pytest.mark.parametrize("claim", CLAIMED)
+def test_a_true_claim_passes(claim: str, faulty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWRL_FAULT", claim)
+    assert run_kit(BACKEND, backend=faulty, keyword=CLAIMED[claim]).names("passed")
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch's compiler needs one")
+def test_a_compiler_that_pays_passes(faulty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWRL_FAULT", "it has compiled_training")
+    keyword = "test_claimed_compiled_training_is_right_and_pays"
+    assert run_kit(BACKEND, backend=faulty, keyword=keyword).names("passed")
+
+
+def test_a_check_whose_time_runs_out_is_not_called_wrong(
+    faulty: Backend, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keyword = "test_the_default_group_is_torchs"
+    report = run_kit(BACKEND, backend=faulty, keyword=keyword, timeout_scale=1e-4)
+    assert report.failed == [] and not report.ok
+    assert report.names("slow") == [f"TestComm::{keyword}"]
+    assert report.badge()["message"] == "too slow or stuck on cpu"
+    shown = capfd.readouterr().out
+    assert f"TOO SLOW OR STUCK TestComm::{keyword}" in shown and "--timeout-scale 4" in shown
+    monkeypatch.setenv("HWRL_TIMEOUT_SCALE", "fast")
+    with pytest.raises(ConfigError, match="HWRL_TIMEOUT_SCALE=fast is no factor"):
+        run_kit(BACKEND, backend=faulty, keyword=keyword)
 
 
 def test_a_device_without_collectives_conforms_on_groups_staged_through_the_host(
@@ -176,6 +222,7 @@ def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) 
         ("conformance", "embedded", "--options", '{"room": 8}'): "takes no options",
         ("conformance", "embedded", "--options", "room"): "JSON object",
         ("conformance", "cpu", "--kind", "transport"): "there is no transport 'cpu'",
+        ("conformance", "cpu", "--timeout-scale", "0"): "HWRL_TIMEOUT_SCALE=0.0 is no factor",
     }
     for words, answer in wrong.items():
         with pytest.raises(HwrlError, match=re.escape(answer)):

@@ -13,12 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hwrl
-from hwrl.comm import Comm, Group, await_keys, connect_store
+from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
-from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
+from hwrl.testing.contracts.pair import StoreAddress, await_others, backend_of_rank
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.train.sharding import sum_if_needed
 
@@ -80,18 +81,22 @@ class CommContract:
         need(backend, Capability.COMM_ABORT)  # without it, nothing frees a device from waiting for a dead peer
         store = connect_store(str(address))
         with Processes(_survive_or_be_killed, 2, backend.info.name, str(address), timeout_s=120.0) as pair:
-            assert not await_keys(store, ["moving"], timeout_s=60.0), "the two never moved anything"
+            await_others(store, "moving", limit_s=60.0)
             pair.kill(1)
-            assert not await_keys(store, ["noticed"], timeout_s=2 * _NOTICE_S), "nobody noticed within the timeout"
+            await_others(store, "noticed", limit_s=2 * _NOTICE_S)
             with Processes(_replace, 1, backend.info.name, str(address), timeout_s=60.0) as replacement:
                 survived, replaced = pair.wait(0), replacement.wait(0)
-        assert replaced.value == _SUM, replaced.error
-        assert survived.value == _SUM, survived.error
+        for outcome in (replaced, survived):
+            if outcome.error is not None:
+                raise outcome.error
+            assert outcome.value == _SUM
 
 
 def _group(rank: int, name: str, address: str) -> Group:
     store = connect_store(address)
-    return Comm(backend_of_rank(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+    return Comm(backend_of_rank(rank, name)).standalone_group(
+        store, rank=rank, size=2, name="pair", timeout_s=scaled(30.0)
+    )
 
 
 def _collect(rank: int, name: str, address: str) -> list[str]:
@@ -147,7 +152,7 @@ def _reduced(group: Group) -> list[str]:
 def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
     """Compare a sharded step with one process's step on the whole batch; return the names of different parameters."""
     backend = backend_of_rank(rank, name)
-    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
+    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=scaled(30.0)):
         mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
         total = torch.tensor(float(rank + 1), device=backend.device())
         torch.distributed.all_reduce(total, group=mesh["shard"].get_group())
@@ -208,16 +213,18 @@ def _end_of_receive(group: Group) -> str:
         group.abort("the test ends it")
     except UnsupportedError as error:
         return type(error).__name__
-    blocked.join(_ABORT_S)
-    return ended[0] if ended else f"the receive is still blocked {_ABORT_S:g} s after abort"
+    blocked.join(scaled(_ABORT_S))
+    if not ended:
+        raise TimeoutError(f"the receive did not end within {scaled(_ABORT_S):g} s after abort")
+    return ended[0]
 
 
 def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
     """Broadcast from rank 0 until rank 1 is killed; return the sum in a group with its replacement."""
     backend, store = backend_of_rank(rank, name), connect_store(address)
     store.set(f"started/{rank}", "")  # wait for both: a start may take longer than the group's timeout
-    assert not await_keys(store, ["started/0", "started/1"], timeout_s=60.0)
-    group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=_NOTICE_S)
+    await_others(store, "started/0", "started/1", limit_s=60.0)
+    group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=scaled(_NOTICE_S))
     group.warm_up()
     tensor = torch.zeros(1 << 22, device=backend.device())
     with pytest.raises((CommTimeoutError, PeerLostError)):
@@ -240,7 +247,7 @@ def _replace(_: int, name: str, address: str) -> float:
 
 def _sum_in_new_pair(backend: Backend, address: str, *, rank: int) -> float:
     store = connect_store(address)
-    with Comm(backend).standalone_group(store, rank=rank, size=2, name="after", timeout_s=60.0) as group:
+    with Comm(backend).standalone_group(store, rank=rank, size=2, name="after", timeout_s=scaled(60.0)) as group:
         total = torch.tensor(float(rank + 1), device=backend.device())
         group.all_reduce(total, async_op=True).complete()
         return total.item()

@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from hwrl.discovery import Registry
-from hwrl.interfaces import Backend, Kernels
-from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_attention, wrong_training
+from hwrl.interfaces import Backend, Capability, Kernels
+from hwrl.testing.compute import (
+    ATTENTIONS,
+    TOLERANCES,
+    why_refused,
+    wrong_attention,
+    wrong_compiled,
+    wrong_training,
+)
+from hwrl.testing.contracts.need import need_claim
 from hwrl.testing.kernels import ROWS, wrong_rms_norm, wrong_swiglu
 from hwrl.testing.levels import Level
-from hwrl.testing.varlen import PACKED, wrong_varlen
+from hwrl.testing.varlen import PACKED, why_not_fused, wrong_varlen
 
 
 class _InEachDtype:
@@ -43,6 +51,17 @@ class ComputeContract(_InEachDtype):
     def test_varlen_attention_is_right(self, backend: Backend, pack: str, dtype: torch.dtype) -> None:
         """Forward and backward; a sequence does not see its neighbours."""
         assert wrong_varlen(backend, PACKED[pack], dtype) == []
+
+    def test_claimed_varlen_attention_is_fused(self, backend: Backend) -> None:
+        """In some dtype, a few operations compute all sequences, without rows of the longest one's length."""
+        need_claim(backend, Capability.VARLEN_ATTENTION)
+        wrong = {dtype: why_not_fused(backend, dtype) for dtype in TOLERANCES if not why_refused(backend, dtype)}
+        assert "" in wrong.values(), f"it is claimed, and not there: {wrong}"
+
+    def test_claimed_compiled_training_is_right_and_pays(self, backend: Backend) -> None:
+        """A compiled chain of operations and its gradients are right, and faster than the same chain uncompiled."""
+        need_claim(backend, Capability.COMPILED_TRAINING)
+        assert wrong_compiled(backend) == []
 
     def test_a_step_of_training_is_right(self, backend: Backend, dtype: torch.dtype) -> None:
         """A tiny transformer's logits, its gradients and, in float32, its parameters after a step of AdamW.

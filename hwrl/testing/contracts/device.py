@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,9 +11,13 @@ import torch
 
 from hwrl.errors import ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.contracts.need import need_claim
 from hwrl.testing.levels import Level
 
 _MANY = 1 << 20
+_MEASURED_S = 0.05
+_MOST_S = 0.5
+_TRIES = 3
 
 
 class DeviceContract:
@@ -67,6 +72,25 @@ class DeviceContract:
         assert begin.query()
         assert end.query()
         assert begin.elapsed_time(end) >= 0.0
+
+    def test_events_measure_milliseconds(self, backend: Backend) -> None:
+        """``elapsed_time`` agrees with the host's clock, read before and after each of two events."""
+        begin, end = backend.event(timing=True), backend.event(timing=True)
+        backend.synchronize()
+        earliest_s = time.perf_counter()
+        begin.record()
+        begin.synchronize()
+        begun_s = time.perf_counter()
+        while time.perf_counter() < begun_s + _MEASURED_S:
+            pass
+        ending_s = time.perf_counter()
+        end.record()
+        end.synchronize()
+        least_ms, most_ms = 1e3 * (ending_s - begun_s), 1e3 * (time.perf_counter() - earliest_s)
+        measured = begin.elapsed_time(end)
+        assert least_ms * 0.9 - 1 <= measured <= most_ms * 1.1 + 1, (
+            f"elapsed_time returned {measured:g} between events that lie {least_ms:g} to {most_ms:g} milliseconds apart"
+        )
 
     def test_random_numbers_repeat(self, backend: Backend) -> None:
         """A restored state gives the same numbers. A returned state is a copy: later draws do not change it."""
@@ -124,6 +148,27 @@ class CapabilityContract:
         else:
             with pytest.raises(UnsupportedError, match="test it"):
                 backend.require(capability, needed_for="test it")
+
+    def test_claimed_streams_run_beside_the_caller(self, backend: Backend) -> None:
+        """Work on a side stream is not yet done when the calls that queued it have returned.
+
+        A busy host may come back late, so the work grows until the host itself must have waited for it.
+        """
+        need_claim(backend, Capability.STREAMS)
+        side, matrix = backend.stream(), torch.full((1024, 1024), 1e-3, device=backend.device())
+        products, long_tries = 1, 0
+        while long_tries < _TRIES:
+            backend.synchronize()
+            begun_s = time.perf_counter()
+            with side:
+                for _ in range(products):
+                    torch.mm(matrix, matrix)
+            if not side.query():
+                side.synchronize()
+                return
+            long = time.perf_counter() - begun_s > _MOST_S
+            long_tries, products = long_tries + long, products if long else 2 * products
+        pytest.fail("queued work was done each time the calls returned: it runs in the caller; say unsupported")
 
     @pytest.mark.parametrize(
         "capability",

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hwrl
-from hwrl.comm import await_keys, connect_store
+from hwrl.comm import connect_store
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need
-from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
+from hwrl.testing.contracts.pair import StoreAddress, await_others, backend_of_rank
 from hwrl.testing.levels import Level
 from hwrl.testing.processes import run_processes
 
@@ -82,11 +82,11 @@ def _export(backend: Backend, address: str) -> list[str]:
     backend.synchronize()
     store.set("handle", json.dumps(handle))
     store.set("again", json.dumps(backend.export_memory(whole[_FIRST:_END])))
-    _wait_for(store, "read")
+    await_others(store, "read", limit_s=_WAIT_S)
     whole.add_(1)
     backend.synchronize()
     store.set("changed", "")
-    _wait_for(store, "written")
+    await_others(store, "written", limit_s=_WAIT_S)
     wanted = torch.arange(1, _LENGTH + 1, dtype=torch.int32)
     wanted[_FIRST:_END] = 0
     return [] if torch.equal(whole.cpu(), wanted) else ["the exporter does not see the reader's writes"]
@@ -100,13 +100,13 @@ def _open(name: str, address: str, reader: str) -> list[str]:
         os.environ.update(backend.devices.render([second]))  # the first use of the device, below, reads it
     backend.set_device(int(reader == _ELSEWHERE))
     devices = {backend.device(0), backend.device()}  # the exporter's and the reader's own
-    _wait_for(store, "again")
+    await_others(store, "again", limit_s=_WAIT_S)
     opened, again = (backend.open_memory(json.loads(store.get(key))) for key in ("handle", "again"))
     wrong = _differences(opened, again, devices=devices, plus=0) + _wrongly_opened(
         backend, json.loads(store.get("handle"))
     )
     store.set("read", "")
-    _wait_for(store, "changed")
+    await_others(store, "changed", limit_s=_WAIT_S)
     wrong += _differences(opened, again, devices=devices, plus=1)
     del again  # the other mapping stays
     opened.zero_()
@@ -134,7 +134,3 @@ def _differences(*opened: torch.Tensor, devices: set[torch.device], plus: int) -
         for tensor in opened
         if tensor.device not in devices or not torch.equal(tensor.cpu(), wanted.view(torch.uint8))
     ]
-
-
-def _wait_for(store: Any, key: str) -> None:
-    assert not await_keys(store, [key], timeout_s=_WAIT_S), f"the other process did not come to {key!r}"

@@ -14,6 +14,13 @@ def need(backend: Backend, capability: Capability) -> None:
         pytest.skip(f"{backend.info.name} lacks {capability.value}: {support.reason}")
 
 
+def need_claim(backend: Backend, capability: Capability) -> None:
+    """Skip the test unless the backend says that ``capability`` is supported."""
+    support = backend.supports(capability)
+    if support.state != "supported":
+        pytest.skip(f"{backend.info.name} does not claim {capability.value}: {support.reason}")
+
+
 def need_two_ranks(backend: Backend) -> None:
     """Skip the test if two processes cannot join one group: they share the only device, and groups forbid that."""
     if not backend.supports(Capability.COLLECTIVES).usable:

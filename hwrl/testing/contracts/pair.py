@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hwrl
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import Store, await_keys, serve_store, store_address
 from hwrl.interfaces import Backend
+from hwrl.testing.limits import scaled
 
 
 class StoreAddress:
@@ -15,6 +16,13 @@ class StoreAddress:
 
     def __str__(self) -> str:
         return store_address(self._store)
+
+
+def await_others(store: Store, *keys: str, limit_s: float) -> None:
+    """Wait until other processes have set ``keys``; raise TimeoutError after ``limit_s``."""
+    missing = await_keys(store, keys, timeout_s=scaled(limit_s))
+    if missing:
+        raise TimeoutError(f"no other process came to {', '.join(missing)} within {scaled(limit_s):g} s")
 
 
 def backend_of_rank(rank: int, name: str) -> Backend:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from hwrl.discovery import Plugin, Probed, Registry
 from hwrl.interfaces import Backend, ProbeContext
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 
 MAX_PROBE_MS = 50.0
 
@@ -54,7 +55,9 @@ class PluginContract:
 
     def test_its_probe_is_quick(self, backend: Backend) -> None:
         """Detection runs every probe in every process."""
-        assert min(_probe(backend).duration_ms for _ in range(3)) < MAX_PROBE_MS
+        fastest_ms = min(_probe(backend).duration_ms for _ in range(3))
+        if fastest_ms > scaled(MAX_PROBE_MS):
+            raise TimeoutError(f"it took {fastest_ms:g} ms, and did not answer within {scaled(MAX_PROBE_MS):g} ms")
 
     def test_its_probe_denies_an_empty_machine(self, backend: Backend, tmp_path: Path) -> None:
         """Without device files, variables and modules, even torch, the answer is "no"; the probe does not raise."""
@@ -80,6 +83,6 @@ def _run_alone(code: str, *args: str) -> Any:
     """Run ``code`` in a new interpreter with the same packages; return its JSON output."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", code, *args]
-    ended = subprocess.run(command, env=env, text=True, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(command, env=env, text=True, capture_output=True, check=False, timeout=scaled(60.0))
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])

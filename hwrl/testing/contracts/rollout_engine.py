@@ -25,6 +25,7 @@ from hwrl.testing.contracts.model import (
     reference_model,
 )
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.subject import Subject
 from hwrl.weights import POLICY, WeightSender
 
@@ -193,16 +194,18 @@ class RolloutReceiversContract(_OfRolloutEngine):
         engine.load_weights(model_weights().items(), version=1)
         store = serve_store()
         where: dict[str, Any] = {"address": store_address(store), "name": POLICY, "replica": "kit"}
-        models = EngineModels(engine, store, timeout_s=_WAIT_S, **where)
-        sender = WeightSender(store, backend=backend, transport="host", timeout_s=_WAIT_S)
+        models = EngineModels(engine, store, timeout_s=scaled(_WAIT_S), **where)
+        sender = WeightSender(store, backend=backend, transport="host", timeout_s=scaled(_WAIT_S))
         with sender, contextlib.closing(models):
             weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
             publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
             publishing.start()
-            loaded, deadline = None, time.monotonic() + _WAIT_S
+            loaded, deadline = None, time.monotonic() + scaled(_WAIT_S)
             while loaded is None and time.monotonic() < deadline:
                 loaded = models.load(incarnation=0)
-            publishing.join(_WAIT_S)
+            publishing.join(scaled(_WAIT_S))
+            if loaded is None:
+                raise TimeoutError(f"the version did not arrive within {scaled(_WAIT_S):g} s")
         assert engine.version == 7
         assert _same(generate(engine, requests), wanted)
 
@@ -314,9 +317,10 @@ def request_of(number: int, length: int, sampling: Sampling, *, seed: int | None
 def finish(engine: RolloutEngine) -> dict[int, Response]:
     """Step until no request is pending; return the responses by request id."""
     done: dict[int, Response] = {}
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + scaled(_WAIT_S)
     while engine.pending():
-        assert time.monotonic() < deadline, f"{engine.pending()} requests are pending after {_WAIT_S:g} s"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{engine.pending()} requests did not end within {scaled(_WAIT_S):g} s")
         for completion in engine.step():
             assert completion.request_id not in done, f"request {completion.request_id} came back twice"
             done[completion.request_id] = completion.response

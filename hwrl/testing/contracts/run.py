@@ -17,6 +17,7 @@ from hwrl.interfaces import Backend
 from hwrl.run import read_metrics
 from hwrl.run.demo import write_demo
 from hwrl.testing.levels import Kind, Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.subject import Subject
 
 _STEPS = 3
@@ -64,4 +65,6 @@ def _engine_words(subject: Subject) -> Sequence[str]:
 def _run(command: Sequence[str], backend: Backend, folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, sys.path))
     env = os.environ | {"HWRL_BACKEND": backend.info.name, "PYTHONPATH": path}
-    return subprocess.run(command, env=env, cwd=folder, text=True, capture_output=True, check=False, timeout=_TIMEOUT_S)
+    return subprocess.run(
+        command, env=env, cwd=folder, text=True, capture_output=True, check=False, timeout=scaled(_TIMEOUT_S)
+    )

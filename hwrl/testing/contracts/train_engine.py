@@ -25,6 +25,7 @@ from hwrl.testing.contracts.model import (
 from hwrl.testing.contracts.need import need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.processes import run_processes
 from hwrl.testing.subject import Subject
 
@@ -284,7 +285,7 @@ def _trained_reference(batches: list[Batch]) -> dict[str, torch.Tensor]:
 def _train_on_rank(rank: int, name: str, address: str, subject: Subject, directory: str) -> Any:
     """Return the weights of this rank and its log-probabilities; the reason, if the engine refuses several ranks."""
     backend = backend_of_rank(rank, name)
-    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=60.0) as group:
+    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=scaled(60.0)) as group:
         try:
             engine = subject.make_train_engine(engine_settings(Path(directory)), backend=backend, group=group)
         except UnsupportedError as error:

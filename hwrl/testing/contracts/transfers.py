@@ -19,6 +19,7 @@ from hwrl.errors import HwrlError, UnsupportedError
 from hwrl.interfaces import Backend
 from hwrl.testing.contracts.weights import need_transport
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.subject import Subject
 from hwrl.weights import (
     Checksums,
@@ -62,7 +63,7 @@ class TransferContract:
             link.exchange(version, [first, second])
         late = link.join("late")
         if link.sender.keeps_versions:
-            assert late.receive(timeout_s=_WAIT_S).version == 2
+            assert late.receive(timeout_s=scaled(_WAIT_S)).version == 2
         link.exchange(3, [first, second, late])
 
     def test_a_failing_source_leaves_the_old_version(self, link: TransferLink) -> None:
@@ -72,7 +73,7 @@ class TransferContract:
         waiting = link.receive_or_fail(receiver)
         with pytest.raises(ZeroDivisionError):
             link.publish(2, fails_at=_TENSORS // 2)
-        assert isinstance(waiting.result(_WAIT_S), HwrlError), "a version whose source failed was committed"
+        assert isinstance(waiting.result(scaled(_WAIT_S)), HwrlError), "a version whose source failed was committed"
         assert receiver.version == 1 and _holds(before, 1)
         link.exchange(3, [receiver])
 
@@ -85,7 +86,7 @@ class TransferContract:
         waiting = link.receive_or_fail(receiver)
         with contextlib.suppress(HwrlError):  # publish raises if the transfer failed for all receivers
             link.publish(2)
-        assert isinstance(waiting.result(_WAIT_S), HwrlError), "a version with wrong sums was committed"
+        assert isinstance(waiting.result(scaled(_WAIT_S)), HwrlError), "a version with wrong sums was committed"
         assert receiver.version is None
 
     def test_a_receiver_that_leaves_stops_nobody(self, link: TransferLink) -> None:
@@ -129,7 +130,7 @@ class TransferLink:
             transports=self._transports,
             slab_nbytes=_SLAB_NBYTES,
             slabs=_SLABS,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=scaled(_TIMEOUT_S),
         )
 
     def __enter__(self) -> TransferLink:
@@ -154,7 +155,7 @@ class TransferLink:
         waiting = [in_daemon_thread(_receive_or_leave, receiver) for receiver in receivers]
         report = self.publish(version)
         try:
-            received = [one.result(_WAIT_S) for one in waiting]
+            received = [one.result(scaled(_WAIT_S)) for one in waiting]
         except UnsupportedError as error:
             pytest.skip(f"{self.transport} does not connect a process with itself: {error.why}")
         assert report.excluded == {}
@@ -167,7 +168,7 @@ class TransferLink:
 
         def receive() -> object:
             try:
-                return receiver.receive(timeout_s=_TIMEOUT_S).version
+                return receiver.receive(timeout_s=scaled(_TIMEOUT_S)).version
             except HwrlError as error:
                 return error
 
@@ -215,7 +216,7 @@ def in_daemon_thread(call: Callable[..., _CallResultT], *args: Any) -> Future[_C
 
 def _receive_or_leave(receiver: WeightReceiver) -> Received:
     try:
-        return receiver.receive(timeout_s=_WAIT_S)
+        return receiver.receive(timeout_s=scaled(_WAIT_S))
     except UnsupportedError:
         receiver.close()  # the sender need not wait for it
         raise
