@@ -117,7 +117,7 @@ def wrong_compiled(backend: Backend) -> list[str]:
     right.sum().backward()
     for turn in range(_TURNS):
         for name, way in ways.items():
-            x = host.to(backend.device()).requires_grad_()
+            x = host.to(backend.device(), copy=True).requires_grad_()
             backend.synchronize()
             begun_s = time.perf_counter()
             out = way(x)
