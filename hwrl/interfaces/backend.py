@@ -243,43 +243,20 @@ class Backend:
         """
         import torch
 
-        self._require_streams()
+        torchapi.require_streams(self.info.device_type)
         return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
 
     def current_stream(self) -> StreamLike:
         """Return this thread's current stream."""
         import torch
 
-        self._require_streams()
+        torchapi.require_streams(self.info.device_type)
         return torch.accelerator.current_stream()
 
     def event(self, *, timing: bool = False) -> Any:
         """Return a ``torch.Event``; with ``timing`` it can measure ``elapsed_time`` in milliseconds."""
-        self._require_streams()
-        return self._new_event(timing=timing)
-
-    def _new_event(self, *, timing: bool) -> Any:
-        import torch
-
-        made: Any = torch._C.Event  # vllm-ascend 0.23 puts a class with other arguments at torch.Event
-        return made(self.info.device_type, enable_timing=timing)
-
-    def _require_streams(self) -> None:
-        if self._why_no_streams:
-            raise UnsupportedError(
-                f"device {self.info.device_type!r} has no streams",
-                why=self._why_no_streams,
-                fix="let the backend's stream, current_stream and event return inline ones, as hwrl_cpu/inline.py does",
-            )
-
-    @functools.cached_property
-    def _why_no_streams(self) -> str:
-        """torch's error when an event is recorded, because torch makes streams and events also where none work."""
-        try:
-            self._new_event(timing=False).record()
-        except RuntimeError as exc:
-            return str(exc).strip().partition("\n")[0]
-        return ""
+        torchapi.require_streams(self.info.device_type)
+        return torchapi.new_event(self.info.device_type, timing=timing)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager; it marks a named range in the profiler's timeline."""
@@ -368,21 +345,9 @@ class Backend:
 
         Raises UnsupportedError if torch cannot lock memory for the device.
         """
-        import torch
-
         self.require(Capability.PINNED_MEMORY, needed_for="allocate page-locked host memory")
-        why = "torch returned memory that is not page-locked"
-        try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            if not nbytes or memory.is_pinned():
-                return memory
-        except RuntimeError as exc:
-            why = str(exc).strip().partition("\n")[0]
-        raise UnsupportedError(
-            f"device {self.info.device_type!r} has no page-locked host memory",
-            why=why,
-            fix="override the backend's pinned_empty, with usual memory if copies may block",
-        )
+        memory: torch.Tensor = torchapi.pinned_empty(self.info.device_type, nbytes)
+        return memory
 
     def export_memory(self, memory: torch.Tensor) -> Handle:
         """Return a JSON-able handle of ``memory``, for :meth:`open_memory` in other processes of this host.

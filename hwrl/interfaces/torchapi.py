@@ -63,9 +63,56 @@ def function(device_type: str, name: str, *, general: str = "", instead: str = "
     )
 
 
+def new_event(device_type: str, *, timing: bool) -> Any:
+    """Return a ``torch.Event`` of the device."""
+    import torch
+
+    made: Any = torch._C.Event  # some vendors' engines put a class with other arguments at torch.Event
+    return made(device_type, enable_timing=timing)
+
+
+def require_streams(device_type: str) -> None:
+    """Raise UnsupportedError if torch has no streams for the device."""
+    why = _why_no_streams(device_type)
+    if why:
+        raise UnsupportedError(
+            f"device {device_type!r} has no streams",
+            why=why,
+            fix="let the backend's stream, current_stream and event return inline ones, as hwrl_cpu/inline.py does",
+        )
+
+
+@functools.cache
+def _why_no_streams(device_type: str) -> str:
+    """Return torch's error when an event is recorded: torch makes streams and events also where none work."""
+    try:
+        new_event(device_type, timing=False).record()
+    except RuntimeError as exc:
+        return str(exc).strip().partition("\n")[0]
+    return ""
+
+
+def pinned_empty(device_type: str, nbytes: int) -> Any:
+    """Return new page-locked host memory, a uint8 tensor. Raises UnsupportedError if torch cannot lock memory."""
+    import torch
+
+    why = "torch returned memory that is not page-locked"
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if not nbytes or memory.is_pinned():
+            return memory
+    except RuntimeError as exc:
+        why = str(exc).strip().partition("\n")[0]
+    raise UnsupportedError(
+        f"device {device_type!r} has no page-locked host memory",
+        why=why,
+        fix="override the backend's pinned_empty, with usual memory if copies may block",
+    )
+
+
 def fill_stream_functions(backend: Backend) -> None:
     """Add the backend's streams and events to the device's module where it lacks them: FSDP2 calls them there."""
-    own = {
+    own: dict[str, Callable[..., Any]] = {
         "Stream": lambda **_: backend.stream(),
         "Event": lambda enable_timing=False, **_: backend.event(timing=enable_timing),
         "current_stream": lambda device=None: backend.current_stream(),
