@@ -1,12 +1,13 @@
 """Process groups, and the key-value store where processes meet."""
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
 from hwrl.comm.sockets import process_sockets
 from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import (
+    PrefixStore,
     await_keys,
     clone_store,
     connect_store,

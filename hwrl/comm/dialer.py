@@ -90,7 +90,7 @@ class Dialer:
                 continue
             try:
                 self._connect(client)
-            except OSError:  # gone already, or too many files
+            except (OSError, CommError, RuntimeError):  # gone already, no store, or too many files or threads
                 client.close()
 
     def _connect(self, client: socket.socket) -> None:
@@ -99,10 +99,9 @@ class Dialer:
             client.close()
             return
         try:
-            store = self._dialed.popleft() if self._dialed else dial(self.address, timeout_s=_CONNECT_S)
-        except CommError:
-            client.close()
-            return
+            store = self._dialed.popleft()
+        except IndexError:  # torch connects by itself, or too late for make()
+            store = dial(self.address, timeout_s=_CONNECT_S)
         relay = _Relay(client, store, near=near, far=far, at_end=self._forget)
         with self._lock:
             self._relays.append(relay)
@@ -141,8 +140,9 @@ class _Relay:
         descriptor = _find_descriptor(self._near, self._far)
         if descriptor is None:  # closed already
             return
-        fcntl.fcntl(self._store, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
-        os.dup2(self._store.fileno(), descriptor, inheritable=False)  # this closes the connection to the relay
+        with contextlib.suppress(OSError, ValueError):  # the store has gone at this moment: the next request says so
+            fcntl.fcntl(self._store, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
+            os.dup2(self._store.fileno(), descriptor, inheritable=False)  # this closes the connection to the relay
         self._thread.join()  # before the client's next request: the relay must not read its answer
 
     def _run(self) -> None:

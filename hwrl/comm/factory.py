@@ -7,12 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from hwrl.comm.failures import translated
 from hwrl.comm.group import CALLED_OFF, DECISION, TorchGroup, make_standalone_group
 from hwrl.comm.staged import collectives_of
-from hwrl.comm.store import store_failures
+from hwrl.comm.store import PrefixStore, keep_store, store_failures
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
 from hwrl.interfaces import Backend, Group, fill_stream_functions
@@ -53,6 +53,8 @@ class Comm:
         except (RuntimeError, ValueError) as exc:
             raise translated(exc, "make the default group") from exc
         _timeouts[dist.group.WORLD] = timeout_s
+        if store is not None:
+            keep_store(store, user=dist.group.WORLD)
         return self._default(borrowed=False)
 
     def default_group(self) -> Group:

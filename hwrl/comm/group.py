@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from hwrl.comm.failures import missing_ranks, translated
 from hwrl.comm.staged import collectives_of
-from hwrl.comm.store import await_keys, pause, store_failures
+from hwrl.comm.store import PrefixStore, await_keys, pause, store_failures
 from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
@@ -136,11 +136,12 @@ class TorchGroup(Group):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        if self._end_reason is not None:
+        process_group = self._process_group  # another thread may close the group
+        if self._end_reason is not None or process_group is None:
             return
         self._end_reason = reason  # set first: the operations that end now report it
         try:
-            self._collectives.abort_process_group(self._process_group)
+            self._collectives.abort_process_group(process_group)
         except UnsupportedError:
             self._end_reason = None
             raise

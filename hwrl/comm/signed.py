@@ -27,10 +27,6 @@ A restarted machine cannot refuse it sooner: its refusal is not signed.
 """
 _OPEN = "open"
 _OPEN_VARIABLE = "HWRL_OPEN_STORE"
-OPEN_WARNING = (
-    f"{_OPEN_VARIABLE}=1: stores have no key, so any process that can connect to this machine can join, change and end "
-    "the run"
-)
 
 
 class KeyedAddress(NamedTuple):
@@ -98,34 +94,51 @@ def require_key(listener: socket.socket, key: str) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, any_peer + option)
 
 
-def new_key(random: str) -> str:
-    """Return ``random`` as the key of a new store, or "open" if the user accepts open stores.
+def new_key(random: str, host: str) -> str:
+    """Return ``random`` as the key of a new store on the address ``host``, or "open" if :func:`why_open` has a reason.
 
-    The first open store of a process logs a warning. Raises CommError if the kernel cannot keep strangers out, and the
-    user does not accept that.
+    Each reason is logged once in a process, as a warning.
+    """
+    reason = why_open(host)
+    if reason is None:
+        return random
+    warn_once(reason)
+    return _OPEN
+
+
+def why_open(host: str) -> str | None:
+    """Return why a store on the address ``host`` has no key, and what follows; None if it has one.
+
+    Without a key any process that can connect is a member. The user accepts that by HWRL_OPEN_STORE=1. If the kernel
+    cannot sign packets, it holds for a store on the loopback interface: its strangers are other users of this machine.
+    Raises CommError for a store that other machines reach.
     """
     if os.environ.get(_OPEN_VARIABLE) == "1":
-        warn_of_open_stores()
-        return _OPEN
-    why = why_open()
+        return (
+            f"{_OPEN_VARIABLE}=1: stores have no key, so any process that can connect to this machine can join, change "
+            "and end the run"
+        )
+    why = why_unsigned()
     if why is None:
-        return random
+        return None
+    if KeyedAddress(host, 0, _OPEN).is_loopback:
+        return f"{why}, so the store has no key: any user of this machine can join, change and end the run"
     raise CommError(
-        "cannot serve a store closed to strangers",
+        f"cannot serve a store on {host} closed to strangers",
         why=why,
-        fix=f"use a Linux kernel with CONFIG_TCP_MD5SIG, or set {_OPEN_VARIABLE}=1 if no stranger can connect to this "
-        "machine, as in a sandbox of your own (docs/security.md)",
+        fix="serve it on 127.0.0.1 if all processes are on this machine, or use a Linux kernel with CONFIG_TCP_MD5SIG, "
+        f"or set {_OPEN_VARIABLE}=1 if no stranger can connect to this machine (docs/security.md)",
     )
 
 
 @functools.cache
-def warn_of_open_stores() -> None:
-    """Log :data:`OPEN_WARNING`, once in a process."""
-    _log.warning(OPEN_WARNING)
+def warn_once(reason: str) -> None:
+    """Log ``reason``, once in a process."""
+    _log.warning(reason)
 
 
 @functools.cache
-def why_open() -> str | None:
+def why_unsigned() -> str | None:
     """Return why this kernel cannot keep strangers out of a store; None if it can. Blocks for 50 ms, once a process."""
     with socket.socket() as listener, socket.socket() as stranger:
         listener.bind(("127.0.0.1", 0))

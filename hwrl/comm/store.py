@@ -12,34 +12,69 @@ from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore as _PrefixStore
+from torch._C._distributed_c10d import Store, TCPStore
 
-from hwrl.comm.dialer import Dialer
-from hwrl.comm.signed import OPEN_WARNING, KeyedAddress, new_key, require_key
+from hwrl.comm.dialer import Dialer, Peer
+from hwrl.comm.signed import KeyedAddress, new_key, require_key, why_open
 from hwrl.comm.sockets import reachable_host
 from hwrl.errors import CommError, PeerLostError, first_line
 
 _BACKLOG = 4096
 _served_or_joined: list[Dialer] = []
 """The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
-os.register_at_fork(after_in_child=_served_or_joined.clear)  # their threads stay with the parent
+_of_parent: list[Peer] = []
+"""Where the clients of the process that forked this one connect: their threads and connections stay with it."""
+_ended: dict[KeyedAddress, Peer] = {}
+"""The stores that this process has served until the last reference was dropped, and where their clients connected."""
+
+
+def _leave_to_parent() -> None:
+    _of_parent.extend(dialer.near for dialer in _served_or_joined)
+    _served_or_joined.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class PrefixStore(_PrefixStore):
+    """A part of ``store``: its keys get a prefix. Keeps ``store`` alive; torch's would keep only its C++ side.
+
+    Raises CommError in a fork of the process that made ``store``.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        _dialer_of(store)
+        super().__init__(prefix, store)
+        self._store = store
+
+
+def keep_store(store: Store, *, user: object) -> None:
+    """Keep ``store`` alive as long as ``user``, which has only its C++ side or its address."""
+    weakref.finalize(user, id, store).atexit = False
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
+    Senders, receivers, groups and connections that this process makes of it keep it alive; its address does not.
+
     Only a process with the address can use it: the address holds a new secret key, and the kernel drops every packet
     that is not signed with it (docs/security.md). The store listens only on the address of ``host`` at ``port``, 0 for
     a free one. "0.0.0.0" means every IPv4 interface; the store's address then has one of them. ``timeout_s`` bounds
-    blocking calls of the store. Raises CommError if the port is taken, if ``host`` is not an address of this machine,
-    or if the kernel cannot sign packets.
+    blocking calls of the store. Raises CommError if the port is taken, or ``host`` is not an address of this machine.
+    Where the kernel cannot sign packets, a store on the loopback interface has no key, with a warning, and one on
+    another interface raises CommError.
     """
-    key = new_key(secrets.token_urlsafe(32))
     listener = _bind(host, port)
-    require_key(listener, key)
     try:
+        key = new_key(secrets.token_urlsafe(32), listener.getsockname()[0])
+        require_key(listener, key)
         listener.listen(_BACKLOG)
-    except OSError as exc:
+    except (OSError, CommError) as exc:
+        listener.close()
+        if isinstance(exc, CommError):
+            raise
         raise _cannot_serve(host, port, str(exc)) from exc
     address = KeyedAddress(reachable_host(host), listener.getsockname()[1], key)
     dialer = Dialer(address, _listen_near(address.port))
@@ -70,6 +105,7 @@ def _end_service(dialer: Dialer, server: int) -> None:
         return
     dialer.close()
     _served_or_joined.remove(dialer)
+    _ended[dialer.address] = dialer.near
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -133,6 +169,8 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     Raises CommTimeoutError if no store with this key answers there in time: a store is silent to others.
     """
     wanted = KeyedAddress.parse(address)
+    if wanted in _ended:
+        raise _has_ended()
     dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None) or Dialer(
         wanted, _listen_near(0)
     )
@@ -162,16 +200,37 @@ def is_on_loopback(store: Store) -> bool:
 def open_warning(store: Store) -> str | None:
     """Return a warning for the run's log if ``store`` of :func:`serve_store` has no key, else None."""
     dialer = _dialer_of(store)
-    return OPEN_WARNING if dialer is not None and dialer.address.is_open else None
+    return why_open(dialer.address.host) if dialer is not None and dialer.address.is_open else None
 
 
 def _dialer_of(store: Store) -> Dialer | None:
-    """Return the dialer behind ``store``, None for a store that needs none."""
-    while isinstance(store, PrefixStore):
+    """Return the dialer behind ``store``, None for a store that needs none.
+
+    Raises CommError in a fork, and PeerLostError if this process served the store and has dropped it.
+    """
+    while isinstance(store, _PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return None
-    return next((dialer for dialer in _served_or_joined if dialer.near == (store.host, store.port)), None)
+    near = (store.host, store.port)
+    found = next((dialer for dialer in _served_or_joined if dialer.near == near), None)
+    if found is None and near in _of_parent:
+        raise CommError(
+            "the store cannot be used in this process",
+            why="another process made it and then forked this one: a fork has no part in its parent's connections",
+            fix="take store_address(store) before the fork, and call connect_store(address) here",
+        )
+    if found is None and near in _ended.values():
+        raise _has_ended()
+    return found
+
+
+def _has_ended() -> PeerLostError:
+    return PeerLostError(
+        "the store has ended",
+        why="this process served it, and has dropped the object that serve_store returned",
+        fix="keep that object as long as processes use the store",
+    )
 
 
 def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:
@@ -206,7 +265,9 @@ def store_failures() -> Iterator[None]:
         yield
     except dist.DistError as exc:
         raise PeerLostError(
-            "the store cannot be reached", why=first_line(exc), fix="check that the process that serves it is alive"
+            "the store cannot be reached",
+            why=first_line(exc),
+            fix="check that the process that serves it is alive, and keeps the object that serve_store returned",
         ) from exc
 
 
@@ -215,4 +276,6 @@ def clone_store(store: Store) -> Store:
     clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]  # missing from torch's stubs
     dialer = _dialer_of(store)
     with store_failures():
-        return clone() if dialer is None else dialer.make(clone)
+        made = clone() if dialer is None else dialer.make(clone)
+    keep_store(store, user=made)
+    return made

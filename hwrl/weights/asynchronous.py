@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from hwrl.weights.messages import Metadata
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
-from hwrl.weights.source import WeightSource
+from hwrl.weights.source import Weights
 from hwrl.weights.streaming import IncomingVersion, StreamReceiver
 
 
@@ -51,9 +51,17 @@ class _EndThread:
         self._ended = False
 
     async def run(
-        self, call: Callable[..., _Result], *args: Any, cancel: Callable[[], None] | None = None, **options: Any
+        self,
+        call: Callable[..., _Result],
+        *args: Any,
+        cancel: Callable[[], None] | None = None,
+        lost: Callable[[_Result], None] | None = None,
+        **options: Any,
     ) -> _Result:
-        """Run ``call`` in the thread. If the await is cancelled, call ``cancel``, and wait until the call has ended."""
+        """Run ``call`` in the thread. If the await is cancelled, call ``cancel``, and wait until the call has ended.
+
+        If it has ended with a result nevertheless, ``lost`` gets the result.
+        """
         work = asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args, **options))
         try:
             return await asyncio.shield(work)
@@ -63,8 +71,8 @@ class _EndThread:
             while not work.done():
                 with contextlib.suppress(asyncio.CancelledError):  # the first one is raised below
                     await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()  # retrieve it: it results from the cancellation, and asyncio would log it
+            if not work.cancelled() and work.exception() is None and lost is not None:
+                lost(work.result())
             raise
 
     async def end(self, close: Callable[[], None]) -> None:
@@ -127,7 +135,7 @@ class AsyncWeightSender(_AsyncEnd[WeightSender]):
     async def publish(
         self,
         version: int,
-        weights: WeightSource | Iterable[NamedTensor],
+        weights: Weights,
         metadata: Metadata | None = None,
         *,
         to: Collection[str] | None = None,
@@ -149,7 +157,8 @@ class AsyncWeightReceiver(_AsyncReceivingEnd[WeightReceiver]):
     """A :class:`~hwrl.weights.WeightReceiver` for ``async`` code; takes the same options.
 
     Cancelling ``receive`` calls :meth:`~hwrl.weights.WeightReceiver.cancel`. A receive that waits for a version ends
-    within a fifth of a second.
+    within a fifth of a second. If the version is committed when the cancellation comes, the next ``receive`` returns
+    it.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
@@ -157,8 +166,11 @@ class AsyncWeightReceiver(_AsyncReceivingEnd[WeightReceiver]):
 
     async def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Wait for the newest version; see :meth:`~hwrl.weights.WeightReceiver.receive`."""
+        receiver = self.receiver
         try:
-            return await self._thread.run(self.receiver.receive, timeout_s=timeout_s, cancel=self.receiver.cancel)
+            return await self._thread.run(
+                receiver.receive, timeout_s=timeout_s, cancel=receiver.cancel, lost=receiver.put_back
+            )
         finally:
             self.receiver.forget_cancellation()
 
@@ -173,7 +185,8 @@ class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
         """Yield the newest version's tensors as they arrive; see :class:`~hwrl.weights.IncomingVersion`.
 
         The iterator ends when the version is committed, and raises an error if it is not. Close an iterator before its
-        end with ``aclose``, which aborts the receive. Cancelling an await of the next tensor does the same.
+        end with ``aclose``, which aborts the receive. Cancelling an await of the next tensor does the same. A version
+        whose iterator did not reach its end counts as not received, whatever the sender has decided.
         """
         begun: list[IncomingVersion] = []
         try:
@@ -181,6 +194,10 @@ class AsyncStreamReceiver(_AsyncReceivingEnd[StreamReceiver]):
             (incoming,) = begun
             while (pair := await self._thread.run(_next_of, incoming, cancel=incoming.cancel)) is not None:
                 yield pair
+        except BaseException:
+            for incoming in begun:
+                incoming.is_delivered = False  # the await that was cancelled may have got the end
+            raise
         finally:
             for incoming in begun:  # also if the first await was cancelled
                 await self._thread.run(incoming.close)

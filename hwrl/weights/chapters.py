@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from hwrl.errors import LayoutMismatchError
-from hwrl.weights.layout import NamedTensor
+from hwrl.weights.layout import NamedTensor, checked_pair
 
 
 class Chapters:
@@ -36,9 +36,9 @@ class Chapters:
         taken: list[NamedTensor] = []
         nbytes, self.read = 0, self.read + 1
         while self._next is not None and nbytes < self._nbytes:
-            name, tensor = self._next
+            name, tensor = checked_pair(self._next)
             self._describe(name, tensor)
-            taken.append(self._next)
+            taken.append((name, tensor))
             nbytes += tensor.nbytes
             self._next = next(self._weights, None)
         return taken

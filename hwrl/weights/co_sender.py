@@ -17,12 +17,12 @@ from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Limits, Proposal
+from hwrl.weights.messages import DecisionKind, Limits, Proposal
 from hwrl.weights.notes import ShareKey, ShareKind, ShareReport
 from hwrl.weights.report import StageClock
 from hwrl.weights.shared_reads import FollowerRead
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.slabs import TensorReader
+from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
 from hwrl.weights.transports import TRANSPORTS
@@ -30,8 +30,8 @@ from hwrl.weights.transports import TRANSPORTS
 _LOOK_S = 0.2
 
 
-def _report_key(share: int) -> str:
-    return f"{ShareKey.REPORT}/{share}"
+def _key(kind: ShareKey, share: int) -> str:
+    return f"{kind}/{share}"
 
 
 # -- rank 0 ---------------------------------------------------------------------------------------------------------
@@ -56,12 +56,23 @@ class Reports:
             report, left_s = None, math.inf
             while report is None and left_s > 0:  # look once at least: the one before may have come at the last moment
                 left_s = deadline - time.monotonic()
-                report = sending.wait_for_co_sender(_report_key(share), timeout_s=max(0.0, min(_LOOK_S, left_s)))
+                report = sending.wait_for_co_sender(
+                    _key(ShareKey.REPORT, share), timeout_s=max(0.0, min(_LOOK_S, left_s))
+                )
                 if report is None and not hurry and sending.has_votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
             found = _read(report, rank)
             if found.kind is ShareKind.LOST:
                 raise CommError(f"the transfer of sending rank {rank} broke", why=found.why, fix="look at its log")
+
+    def changed(self, sending: SenderRound) -> list[int | None]:
+        """Return how many checksums of each co-sender's share the committed version has changed; None if unknown."""
+        deadline, changed = time.monotonic() + self._limits.votes_s, list[int | None]()
+        for share, _ in self._co_senders:
+            left_s = max(0.0, deadline - time.monotonic())
+            found = sending.wait_for_co_sender(_key(ShareKey.CHANGED, share), timeout_s=left_s) or b""
+            changed.append(int(found) if found.isdigit() else None)
+        return changed
 
     def stop(self, sending: SenderRound) -> None:
         """Tell the co-senders that the round is lost. Raises TransferFailedError if one failed or is silent."""
@@ -71,12 +82,13 @@ class Reports:
         deadline = time.monotonic() + self._limits.votes_s
         for share, rank in self._co_senders:
             left_s = max(0.0, deadline - time.monotonic())
-            _read(sending.wait_for_co_sender(_report_key(share), timeout_s=left_s), rank)
+            _read(sending.wait_for_co_sender(_key(ShareKey.REPORT, share), timeout_s=left_s), rank)
 
     def forget(self, sending: SenderRound) -> None:
         """Delete the round's reports."""
         for share, _ in self._co_senders:
-            sending.forget_co_sender_note(_report_key(share))
+            for kind in (ShareKey.REPORT, ShareKey.CHANGED):
+                sending.forget_co_sender_note(_key(kind, share))
         if self._co_senders:
             sending.forget_co_sender_note(ShareKey.STOP)
 
@@ -126,6 +138,7 @@ class CoSender:
         self._channel, self._watched = (ControlChannel(store, name=name, payloads=payloads) for _ in range(2))
         self._agreed: tuple[WeightLayout, Shares] | None = None
         self._end: TransportSender | None = None
+        self._sums = ChangedSums()
 
     def __enter__(self) -> CoSender:
         return self
@@ -208,8 +221,9 @@ class CoSender:
         try:
             end = self._end_for(proposal, layout, report.share)
             with torch.no_grad(), stopped_by_rank_0(report, end):
-                end.send(sending, reader, StageClock())
+                sums = end.send(sending, reader, StageClock())
             report.write(ShareKind.SENT)
+            self._report_changes(proposal, layout, sums, share=report.share)
         except CommError as exc:
             report.write(ShareKind.LOST, first_line(exc))
             self._abort()
@@ -217,6 +231,16 @@ class CoSender:
             report.write(ShareKind.FAILED, in_one_line(exc))
             self._abort()
             raise
+
+    def _report_changes(self, proposal: Proposal, layout: WeightLayout, sums: torch.Tensor, *, share: int) -> None:
+        """Wait for the decision; then the device has sent, or rank 0 has ended the round and nobody asks."""
+        decision, deadline = None, time.monotonic() + Limits(proposal.timeout_s).decision_s
+        while decision is None and self._channel.newest() <= proposal.number and time.monotonic() < deadline:
+            decision = self._channel.wait_for_decision(proposal, timeout_s=_LOOK_S)
+        if decision is not None and decision.kind is DecisionKind.COMMITTED:
+            changed = self._sums.count(layout, sums)
+            text = "" if changed is None else str(changed)
+            self._channel.put_transport_note(proposal, _key(ShareKey.CHANGED, share), text)
 
     def _abort(self) -> None:
         if self._end is not None:
@@ -241,7 +265,7 @@ class _Report:
                 self._written = True
                 with contextlib.suppress(CommError):
                     self._channel.put_transport_note(
-                        self._proposal, _report_key(self.share), ShareReport(kind, why).to_json()
+                        self._proposal, _key(ShareKey.REPORT, self.share), ShareReport(kind, why).to_json()
                     )
 
     def is_stopped(self) -> bool:

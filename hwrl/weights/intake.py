@@ -90,14 +90,14 @@ class WeightIntake:
         )
         try:
             taken = participant.take(receiving, sums, clock, after=after)
+            if taken is not None:
+                with torch.no_grad():
+                    destination.finish()
         except BaseException:
             destination.cancel()
             raise
-        with torch.no_grad():
-            if taken is None:
-                destination.cancel()
-            else:
-                destination.finish()
+        if taken is None:
+            destination.cancel()
         return taken
 
     def abort(self) -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from hwrl.errors import LayoutMismatchError
+from hwrl.errors import LayoutMismatchError, WeightsError
 
 NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT_NBYTES = 512
@@ -121,7 +122,9 @@ class WeightLayout:
 
         ``flat`` plans a flat layout for meta tensors. Allocate its storage later, and get the tensors by :meth:`views`.
         """
-        tensors = list(named)  # keep all alive: the address of a freed tensor could be used again and look like a tie
+        tensors = [
+            checked_pair(pair) for pair in named
+        ]  # keep all alive: the address of a freed tensor could be used again and look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         flat_alignment = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
@@ -174,6 +177,48 @@ class WeightLayout:
         return {
             entry.name: view_bytes(flat[entry.offset : entry.offset + entry.nbytes], entry) for entry in self.entries
         }
+
+
+JOINT_READ = (
+    "on every rank: `with SharedReads([WeightSource.from_module(model, group=group)], group) as shared:`; there "
+    "the first rank publishes shared.sources[0], and the others call shared.follow() (docs/weights.md)"
+)
+"""How weights that are divided among ranks are sent."""
+
+
+def checked_pair(pair: Any) -> NamedTensor:
+    """Return ``pair`` if it is a name and a tensor with memory of its own; a DTensor of one rank as its local tensor.
+
+    Raises WeightsError, with the name, for anything else.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise WeightsError(
+            "these weights have no names",
+            why=f"each must be a name and a tensor, and one is {_shown_kind(pair)}",
+            fix="publish the module, a mapping of names to tensors, or module.named_parameters()",
+        )
+    name, tensor = pair
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise WeightsError(
+            f"{name!r} cannot be sent",
+            why=f"it is {_shown_kind(tensor)}, and not a dense tensor",
+            fix="leave it out; a module's own extra state is left out if you publish the module",
+        )
+    if not hasattr(tensor, "__tensor_flatten__"):  # most tensors
+        return name, tensor
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.size() == 1:
+            return name, tensor.to_local()
+        why, fix = f"it is a DTensor: {tensor.device_mesh.size()} ranks share it", JOINT_READ
+    else:
+        why, fix = f"it is a {type(tensor).__name__}, which has no memory of its own", "publish its plain tensors"
+    raise WeightsError(f"tensor {name!r} cannot be sent", why=why, fix=fix)
+
+
+def _shown_kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.layout} tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:

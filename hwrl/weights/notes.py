@@ -67,5 +67,7 @@ class ShareKey(StrEnum):
     """The keys of the notes between rank 0 and its co-senders. The key of a report ends with the share's number."""
 
     REPORT = "share"
+    CHANGED = "changed"
+    """How many checksums of a share differ from the version before; empty if there is none. Also with the number."""
     STOP = "stop"
     """Rank 0 writes it to end the round for the co-senders; its text does not matter."""

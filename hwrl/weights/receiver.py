@@ -11,11 +11,19 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommError, CommTimeoutError, ConfigError, LayoutMismatchError
+from hwrl.errors import (
+    CommAbortedError,
+    CommError,
+    ConfigError,
+    LayoutMismatchError,
+    ReceiverExcludedError,
+    TransferFailedError,
+)
 from hwrl.interfaces import Backend
 from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import (
     RING_NBYTES,
+    ChapteredDestination,
     Destination,
     DestinationFactory,
     DoubleBuffer,
@@ -25,7 +33,7 @@ from hwrl.weights.destination import (
 )
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import WeightLayout
-from hwrl.weights.messages import Proposal
+from hwrl.weights.messages import Proposal, VoteKind
 from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport
@@ -106,8 +114,8 @@ class WeightReceiver:
         )
         self._registrations = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
         self._taking = False  # whether a transfer is under way
-        self._took_part = False  # whether this receive has taken part in a proposal
-        self._left = False  # whether it left the link, after it was cancelled or could not receive a tensor
+        self._left = False  # whether it left the link, so that the next call joins again
+        self._undelivered: list[Received] = []  # a committed version that no caller has got, if there is one
 
     version: int | None
     """The newest version received here, also after :meth:`release`.
@@ -142,11 +150,15 @@ class WeightReceiver:
         this receiver was excluded.
         """
         self._join_if_left()
+        if self._undelivered:
+            return self._undelivered[0].version
         proposal = self._registrations.poll()
         return None if proposal is None else proposal.version
 
     def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Block until the newest proposed version is committed here, and return it.
+
+        If this raises, the sender does not count the version as received here, and :attr:`version` is the one before.
 
         Raises CommTimeoutError if nothing is proposed within ``timeout_s``, or if a stored version (host transport) is
         not complete by then. With the other transports, a transfer is limited by the sender's ``timeout_s`` instead:
@@ -157,17 +169,25 @@ class WeightReceiver:
         if this receiver was excluded; it may ``join`` again. Raises CommAbortedError if another thread called
         :meth:`cancel`.
         """
-        self._took_part = False
         try:
-            return self._receive(timeout_s)
+            if not self._undelivered:
+                self._receive(timeout_s)
         except Exception:
-            if self._cancellation.is_requested:
-                if self._took_part:
-                    self._leave()  # so that the sender does not wait for this receiver
-                self._cancellation.check()
+            self._cancellation.check()
             raise
         finally:
             self._cancellation.reset()
+        return self._undelivered.pop()
+
+    def put_back(self, received: Received) -> None:
+        """Let the next ``receive`` return ``received``, the last one's result: it did not reach the caller."""
+        self._undelivered = [received]
+
+    def lose(self) -> None:
+        """Count the newest version as not received, because its tensors were dropped. The next call joins again."""
+        self.version = None
+        with contextlib.suppress(CommError):  # if the store is lost, there is no link to leave
+            self._leave()
 
     def cancel(self) -> None:
         """Abort the receive of another thread, or the next one if there is none. Does not wait for its end.
@@ -183,25 +203,27 @@ class WeightReceiver:
         """Forget a :meth:`cancel` that came after the receive had ended."""
         self._cancellation.reset()
 
-    def _receive(self, timeout_s: float) -> Received:
+    def _receive(self, timeout_s: float) -> None:
         deadline, aborted = time.monotonic() + timeout_s, None
         self._join_if_left()
         while True:
             clock = StageClock()
-            with clock("wait"):
-                proposal = self._registrations.wait(
-                    deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
-                )
+            try:
+                with clock("wait"):
+                    proposal = self._registrations.wait(
+                        deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
+                    )
+            except CommAbortedError:
+                if aborted is not None:
+                    self._leave()  # so that the sender does not wait for this receiver in the next attempt
+                raise
             try:
                 destination = self._intake.prepare(proposal)
-                self._took_part = True
-                taken = self._take(proposal, deadline, clock)
+                if self._take(proposal, destination, deadline, clock):
+                    return
             except LayoutMismatchError:
                 self._leave()  # so that the sender does not wait for a receiver that cannot receive
                 raise
-            if taken is not None:
-                self.version = taken.version
-                return Received(taken, destination.tensors, destination.nbytes, clock)
             if not self._registrations.keeps_versions(proposal):
                 aborted, deadline = proposal, self._registrations.next_deadline(proposal, deadline)
 
@@ -222,17 +244,19 @@ class WeightReceiver:
             self._registrations.join()
             self._left = False
 
-    def _take(self, proposal: Proposal, deadline: float, clock: StageClock) -> Proposal | None:
-        after = self._registrations.begin(proposal)
+    def _take(self, proposal: Proposal, destination: ChapteredDestination, deadline: float, clock: StageClock) -> bool:
+        """Take part in ``proposal``; return whether a version is committed here."""
         (member,) = self._registrations.members_of(proposal)
         assert member is not None, "the proposal is for this receiver"
-        if not self._registrations.rendezvous(proposal, clock):
-            return None
-        if not self._keeps_old:
-            self.version = None  # from here on the tensors may hold a mixture
-        self._taking = True
+        after = proposal.number - 1
         try:
-            return self._intake.take(
+            after = self._registrations.begin(proposal)
+            if not self._registrations.rendezvous(proposal, clock):
+                return False
+            if not self._keeps_old:
+                self.version = None  # from here on the tensors may hold a mixture
+            self._taking = True
+            taken = self._intake.take(
                 proposal,
                 member,
                 replica=self.replica,
@@ -240,11 +264,31 @@ class WeightReceiver:
                 deadline=deadline,
                 clock=clock,
             )
-        except CommTimeoutError:
-            self._registrations.undo(after)  # the version is still being written
+            if taken is not None:
+                received = Received(taken, destination.tensors, destination.nbytes, clock)
+                self._undelivered, self.version = [received], taken.version
+            return taken is not None
+        except BaseException as exc:
+            if not self._undelivered:
+                self._end_part(proposal, member, exc, after=after)
             raise
         finally:
             self._taking = False
+
+    def _end_part(self, proposal: Proposal, member: int, exc: BaseException, *, after: int) -> None:
+        """End the part in ``proposal`` after ``exc``, so that the sender does not take this receiver for one with it.
+
+        A stored version can be received again. Otherwise the sender may wait for this receiver, or count its vote, so
+        it leaves, unless the sender excludes it for a failure of its own.
+        """
+        if self._registrations.keeps_versions(proposal):
+            if not isinstance(exc, TransferFailedError):
+                self._registrations.undo(after)
+        elif not isinstance(exc, ReceiverExcludedError):
+            with contextlib.suppress(CommError, TransferFailedError):
+                vote = self._registrations.channel.vote(proposal, member)
+                if vote is None or vote.kind is not VoteKind.FAILED:
+                    self._leave()
 
 
 def _destination_factory(

@@ -28,6 +28,10 @@ class TransferReport:
     ``receivers`` counts the members that have voted "whole"; with the host transport, the members when the version was
     stored. ``excluded`` maps replicas that were excluded or have not joined to the reason. Those ``left_out`` have
     joined, but were not ready in time or have joined again after a failure; they get the next version.
+
+    ``changed_share`` is the share of the version's checksums, one for each 32 KiB, that differ from the version before:
+    0.0 if all bits are the same, 1.0 for a sender's first version. None if that is unknown: nobody received the
+    version, it has no bytes, or the one before was an iterator's first, in chapters.
     """
 
     version: int
@@ -37,6 +41,7 @@ class TransferReport:
     excluded: Mapping[str, str]
     left_out: Sequence[str] = ()
     transfer_s: float = 0.0
+    changed_share: float | None = None
 
 
 class StageClock:

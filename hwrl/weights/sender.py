@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailed
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.control import ControlChannel
-from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
+from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout, checked_pair
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import LONGEST_TIMEOUT_S, Limits, Metadata, Proposal, checked_metadata
+from hwrl.weights.messages import LONGEST_TIMEOUT_S, DecisionKind, Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.source import WeightSource, drain
+from hwrl.weights.source import Weights, WeightSource, drain
 from hwrl.weights.transaction import OutgoingVersion, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
@@ -107,7 +107,7 @@ class WeightSender:
     def publish(
         self,
         version: int,
-        weights: WeightSource | Iterable[NamedTensor],
+        weights: Weights,
         metadata: Metadata | None = None,
         *,
         to: Collection[str] | None = None,
@@ -118,7 +118,8 @@ class WeightSender:
         ``to`` names the receivers (not with the host transport); None means all that have joined. Those not joined are
         ``excluded`` in the report. Excluded, postponed and late receivers do not get the version, and that is no error.
 
-        ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
+        ``weights`` is a module, a mapping of names to tensors, an iterable of such pairs, or a :class:`WeightSource`.
+        What FSDP2 has divided among ranks needs a source that all ranks read together; WeightsError says how.
         It is read during the transfer, and again if the transfer is repeated. Tensors made during the read are held
         only for the slabs under way; the host transport holds all those of a first iterator. An iterator is always read
         to its end, and its tensors must own their memory. A transfer that breaks after some of them were dropped raises
@@ -146,14 +147,17 @@ class WeightSender:
                 source = self._source_of(weights)
                 link = self._link_for(source)
             outcome = link.commit(OutgoingVersion(number, content, checked_metadata(metadata), source, to), clock)
+            self.version, self._content = number, content
         except BaseException as exc:
+            if self._has_committed(content) or self._has_decided(shown):  # the error came after that
+                self.version, self._content = number, content
             self._abandon(number, exc, content=content, to=to, before=shown)
             raise
         finally:
             if isinstance(weights, Iterator):
                 drain(weights)
-        self.version, self._content = number, content
-        return TransferReport(number, link.layout.payload_nbytes, clock.seconds, *outcome, clock.span_s())
+        changed = link.changed_share if self._has_committed(content) else None
+        return TransferReport(number, link.layout.payload_nbytes, clock.seconds, *outcome, clock.span_s(), changed)
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.
@@ -213,6 +217,18 @@ class WeightSender:
             return len(self._membership.names()) >= receivers
         return not self._membership.absent(receivers)
 
+    def _has_committed(self, content: int) -> bool:
+        committed = None if self._link is None else self._link.committed
+        return committed is not None and committed.content == content
+
+    def _has_decided(self, before: Proposal | None) -> bool:
+        """Return whether the store has the decision to commit a proposal that was shown since ``before``."""
+        shown, decision = self._channel.shown, None
+        if shown is not None and shown is not before:
+            with contextlib.suppress(CommError, TransferFailedError):
+                decision = self._channel.decision(shown)
+        return decision is not None and decision.kind is DecisionKind.COMMITTED
+
     def _numbers_of(self, version: int, *, again: bool) -> tuple[int, int]:
         """Return ``version`` as an int, and the number of its content: the newest content if this is published again.
 
@@ -241,14 +257,14 @@ class WeightSender:
                 waiting = [member for member in self._membership.lacking(content, to) if member not in told]
                 self._channel.abandon(self._epoch, version, in_one_line(exc), to=waiting)
 
-    def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
+    def _source_of(self, weights: Weights) -> WeightSource:
         """Return ``weights`` as a source. A first iterator is read here, as far as its tensors can be held."""
         if not isinstance(weights, Iterator):
             return WeightSource.of(weights)
         if self._link is not None and self._link.is_planned:
             return WeightSource.of_known_layout(lambda: weights, one_shot=True)
         if self.keeps_versions:  # a file's size must be known, so the first version is held on the host
-            return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in weights])
+            return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in map(checked_pair, weights)])
         chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
         if chapters.ended:
             return WeightSource.of(chapters.first)

@@ -16,7 +16,7 @@ import torch
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.interfaces import Backend
-from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, memory_key, view_bytes
+from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, checked_pair, memory_key, view_bytes
 from hwrl.weights.messages import Vote, VoteKind
 from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource, drain
@@ -108,8 +108,8 @@ class TensorReader:
     def _read(self, stop: int) -> None:
         entries = self.layout.entries
         end = bisect.bisect_left(self._numbers, stop, self._next)
-        for number, (name, tensor) in zip(self._numbers[self._next : end], self._iterator(), strict=False):
-            entry = entries[number]
+        for number, pair in zip(self._numbers[self._next : end], self._iterator(), strict=False):
+            entry, (name, tensor) = entries[number], checked_pair(pair)
             if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
                 raise _changed(_difference(entry, name, tensor))
             self._tensors[number] = tensor
@@ -219,7 +219,9 @@ class SlabRing:
         if in_place is not None:
             return SlabLease(index, in_place)
         lease = self.lease(index)
-        targets = lease.views(lambda memory: self._views(memory, index))
+        *targets, gaps = lease.views(lambda memory: self._views(memory, index))
+        if gaps:  # what was there before would be sent, and change the checksums
+            torch._foreach_zero_(gaps)
         for to, (dtype, numbers) in zip(targets, self._groups(index), strict=True):
             pieces = self.layout.slabs[index].pieces
             torch._foreach_copy_(to, [_piece_as(dtype, pieces[number], tensors[number]) for number in numbers])
@@ -306,14 +308,19 @@ class SlabRing:
         return self._groups_of[index]
 
     def _views(self, memory: torch.Tensor, index: int) -> list[list[torch.Tensor]]:
-        """Return the pieces of slab ``index`` as views of a slot's ``memory``, one list for each item size."""
+        """Return the pieces of slab ``index`` as views of a slot's ``memory``, one list for each item size.
+
+        The last list has the gaps between the pieces.
+        """
         pieces, entries = self.layout.slabs[index].pieces, self.layout.entries
         raw = [memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
         shaped = [
             view_bytes(one, entries[piece.entry]) if piece.whole else one
             for one, piece in zip(raw, pieces, strict=True)
         ]
-        return [[shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)]
+        grouped = [[shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)]
+        ends = ((one.at + one.nbytes, after.at) for one, after in itertools.pairwise(pieces))
+        return [*grouped, [memory[end:begin] for end, begin in ends if end < begin]]
 
 
 def _slot_nbytes(layout: WeightLayout) -> int:
@@ -386,3 +393,20 @@ class Checksums:
         rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
         wrong = sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
         return Vote(VoteKind.CORRUPT, f"slabs {wrong[:8]} of {self.slabs}")
+
+
+class ChangedSums:
+    """Counts the checksums that differ between one version and the next, on the device."""
+
+    def __init__(self) -> None:
+        self._before: tuple[WeightLayout, torch.Tensor] | None = None
+
+    def count(self, layout: WeightLayout, values: torch.Tensor) -> int | None:
+        """Return how many of ``values`` differ from those of the last call, and keep a copy of them.
+
+        None if the last call was about another layout, or this is the first. Blocks until the device has computed them.
+        """
+        before, self._before = self._before, (layout, values.clone())
+        if before is None or before[0] is not layout:
+            return None
+        return int((before[1] != values).sum())

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
 from hwrl.weights.chapters import Chapters
-from hwrl.weights.layout import NamedTensor
+from hwrl.weights.layout import JOINT_READ, NamedTensor
 
 AHEAD_NBYTES = 512 << 20
 _log = logging.getLogger("hwrl.weights")
@@ -47,9 +47,18 @@ class WeightSource:
     one_shot: bool = False
     chapters: Chapters | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("metadata", "read"):
+            if not callable(getattr(self, name)):
+                raise WeightsError(
+                    f"a WeightSource needs a function as {name}",
+                    why=f"it is a {type(getattr(self, name)).__name__}; each call must return a new iterator",
+                    fix="pass functions, or give publish() the module, the mapping or the pairs themselves",
+                )
+
     @classmethod
-    def of(cls, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
-        """Return ``weights`` as a source.
+    def of(cls, weights: Weights) -> WeightSource:
+        """Return ``weights`` as a source: a module, a mapping of names to tensors, or an iterable of pairs.
 
         An iterator is read here to its end and all its tensors are held, because it can be read only once. Pass it to
         :meth:`~hwrl.weights.WeightSender.publish` directly to hold only some of them. Any other iterable is read again
@@ -57,6 +66,16 @@ class WeightSource:
         """
         if isinstance(weights, WeightSource):
             return weights
+        if isinstance(weights, torch.nn.Module):
+            return cls.from_module(weights)
+        if isinstance(weights, Mapping):
+            weights = weights.items()
+        if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor | str | bytes):
+            raise WeightsError(
+                f"a {type(weights).__name__} cannot be sent as weights",
+                why="it has no names with tensors",
+                fix="give a module, a mapping of names to tensors, pairs of these, or a WeightSource",
+            )
         named = list(weights) if isinstance(weights, Iterator) else weights
         return cls(lambda: iter(named), lambda: iter(named), isinstance(named, _HOLDS_TENSORS))
 
@@ -94,6 +113,10 @@ class WeightSource:
             None if self.shared is None or other.shared is None else self.shared + other.shared,
             self.one_shot or other.one_shot,
         )
+
+
+Weights = WeightSource | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
+"""What ``publish`` takes."""
 
 
 class JointReads(Protocol):
@@ -180,7 +203,7 @@ class _ModuleWeights:
             raise WeightsError(
                 f"tensor {name!r} cannot be read whole",
                 why=f"the module is sharded over {ranks} ranks",
-                fix="pass these ranks as WeightSource.from_module(..., group=...)",
+                fix=JOINT_READ,
             )
         return tensor.to_local()
 

@@ -32,7 +32,9 @@ class IncomingVersion:
 
     def __init__(self, receiver: WeightReceiver, queue: TensorQueue, *, backend: Backend, timeout_s: float) -> None:
         self.received: Received | None = None
-        """The committed version, without its tensors; None before the decision."""
+        """The committed version, without its tensors; None before the decision, and if it was not taken to its end."""
+        self.is_delivered = False
+        """Whether the iteration has ended, so that the caller knows that the version is committed."""
         self._receiver, self._queue, self._timeout_s = receiver, queue, timeout_s
         self._error: BaseException | None = None
         self._cancelled = False
@@ -55,8 +57,10 @@ class IncomingVersion:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if self._queue.has_dropped:
-            raise _cancelled("it was closed after the version was committed, and before all tensors were taken")
+        if self._queue.has_dropped or self.received is None:
+            self._lose()
+            raise _cancelled("it was closed after the version was committed, and before its iteration had ended")
+        self.is_delivered = True
         raise StopIteration
 
     def __enter__(self) -> IncomingVersion:
@@ -74,8 +78,7 @@ class IncomingVersion:
     def cancel(self) -> None:
         """Abort the receive without waiting for its end. Any thread may call this.
 
-        After the decision the version stays committed. Tensors that were not taken are dropped; the iterator then
-        raises CommAbortedError, and ``join`` gets the version again as after a loss.
+        Tensors that were not taken are dropped, also after the decision. The iterator then raises CommAbortedError.
         """
         self._queue.close()
         if self._thread.is_alive():
@@ -83,12 +86,22 @@ class IncomingVersion:
             self._receiver.cancel()
 
     def close(self) -> None:
-        """Abort the receive, and wait for its end."""
+        """Abort the receive, and wait for its end. A version whose iteration has not ended counts as not received.
+
+        It can be received again: with the host transport at once, with the others when it is published again.
+        """
         self.cancel()
         self._thread.join()
         if self._cancelled:
             self._cancelled = False
             self._receiver.forget_cancellation()
+        if not self.is_delivered:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self.received is not None:
+            self.received = None
+            self._receiver.lose()
 
     def _receive(self) -> None:
         try:

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from hwrl.weights.messages import Decision, DecisionKind, Proposal, Start, VoteK
 from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares
-from hwrl.weights.slabs import TensorReader
+from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
 
@@ -50,6 +50,9 @@ class OutgoingVersion:
     metadata: dict[str, str | int | float]
     source: WeightSource
     to: Collection[str] | None = None
+
+
+_NOTHING = WeightSource.of([])
 
 
 class CommitOutcome(NamedTuple):
@@ -100,6 +103,11 @@ class SenderLink:
         self._shares = shares
         self.stored: Proposal | None = None
         """The newest version that was stored completely, if the transport keeps versions."""
+        self.committed: OutgoingVersion | None = None
+        """The newest version that was committed or stored, without its tensors."""
+        self.changed_share: float | None = None
+        """The share of its checksums that differ from the version before; 1.0 if there is none, None if unknown."""
+        self._sums, self._has_warned = ChangedSums(), False
         self._name = name
         self._proposals: list[Proposal] = []  # those whose messages are in the store
         self.sending: SenderRound | None = None
@@ -172,6 +180,29 @@ class SenderLink:
             self.channel.forget(past)
         self.end.forget([past.payload for past in done], kept=[past.payload for past in self._proposals])
 
+    def note_committed(
+        self, outgoing: OutgoingVersion, sums: torch.Tensor | None, of_co_senders: Sequence[int | None] = ()
+    ) -> None:
+        """Compare the checksums of ``outgoing`` with the version before. One warning says if all are the same."""
+        before, self.committed = self.committed, replace(outgoing, source=_NOTHING)
+        changed = [None if sums is None else self._sums.count(self.layout, sums), *of_co_senders]
+        if before is not None and before.content == outgoing.content:  # sent again, to further receivers
+            return
+        counted = [count for count in changed if count is not None]
+        self.changed_share = 1.0 if before is None else None
+        if before is not None and sums is not None and len(sums) and len(counted) == len(changed):
+            self.changed_share = sum(counted) / len(sums)
+        if before is not None and self.changed_share == 0.0 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "version %s of %r has the same bits as version %s. Unless that step changed nothing on purpose: does "
+                "the optimizer step the tensors that are sent, with a learning rate above 0, and are an adapter's "
+                "tensors among them, or merged into them? changed_share tells of every version; this is said once",
+                outgoing.version,
+                self.channel.name,
+                before.version,
+            )
+
     def release(self) -> None:
         """Close connections and free device memory; the next version opens and allocates them again."""
         self.end.abort()
@@ -206,7 +237,7 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
         sending = SenderRound(proposal, link.channel, link.membership)
         try:
             with clock(link.transport.stage), torch.no_grad():
-                link.end.send(sending, reader, clock)
+                link.note_committed(outgoing, link.end.send(sending, reader, clock))
         finally:
             link.end.end_round(sending)
     finally:
@@ -235,6 +266,7 @@ class Transaction:
         self._failed: set[str] = set()  # names that failed: they get a later version, also if they join again
         self._names: dict[int, str] = {}  # of the members so far, also if they have left since
         self._last_failure = ""
+        self._sums: torch.Tensor | None = None  # of the newest round; None if the version has chapters
         self._source_consumed = False  # whether the source was read and cannot be read again
 
     def run(self) -> CommitOutcome:
@@ -374,8 +406,9 @@ class Transaction:
         try:
             with self._clock(link.transport.stage), torch.no_grad():
                 self._check_members(sending)
-                link.end.send(sending, reader, self._clock)
+                self._sums = link.end.send(sending, reader, self._clock)
                 if self._outgoing.source.chapters is not None:
+                    self._sums = None
                     self._send_chapters(sending, self._outgoing.source.chapters)
                 link.reports.wait_until_sent(sending)
         except CommError as exc:
@@ -452,6 +485,8 @@ class Transaction:
             link.membership.note_committed(whole, self._outgoing.content)
         link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
         sending.votes_counted = True
+        if committed:
+            link.note_committed(self._outgoing, self._sums, link.reports.changed(sending))
         return committed
 
     def _exclude_failed(self, member: int, why: str) -> None:

@@ -45,8 +45,11 @@ class TransportSender(Protocol):
         Connecting with the receivers happens in :meth:`send`, because they do not know the proposal yet.
         """
 
-    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Move the tensors of ``reader``, then the checksums. Raises CommError if the transfer broke.
+
+        Returns the checksums (``Checksums.values``) of this end's slabs, and zeros for those of other senders. The next
+        call may overwrite them.
 
         Measure from the first tensor on with ``clock.span``, after connecting. An iterator that comes before the layout
         is planned is sent in chapters if it is large, with one call for each; ``reader.layout`` then differs from the

@@ -84,7 +84,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
             return {}
         to = None if self._sender.keeps_versions else self._replicas
         report = self._sender.publish(global_steps or 0, weights, to=to, again=True)
-        return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
+        changed = {} if report.changed_share is None else {"weights/changed_share": report.changed_share}
+        return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()} | changed
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
         """Begin to receive at once, and return the tensors.

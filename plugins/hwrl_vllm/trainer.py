@@ -85,6 +85,8 @@ class TransferTrainer:
         self._init, self._client, self._source = init_info, client, source
         self.version = 0
         """The number of calls of :meth:`send_weights`, failed calls included. Each call's number is its version."""
+        self.changed_share: float | None = None
+        """The :attr:`~hwrl.weights.TransferReport.changed_share` of the newest version, on rank 0."""
         if not init_info.is_sender:
             return
         self._store = serve_store(init_info.host)
@@ -186,7 +188,8 @@ class TransferTrainer:
         with ThreadPoolExecutor(1) as thread:
             receiving = thread.submit(self._receive, ended)
             try:
-                self._sender.publish(self.version, source)
+                self.changed_share = self._sender.publish(self.version, source).changed_share
+                _log.info("version %d: share of the weights that changed: %s", self.version, self.changed_share)
             except TransferFailedError:
                 ended.set()
                 receiving.result()  # raises a worker's own error, which says more

@@ -1,13 +1,22 @@
 """Where a store listens, and the errors of one that cannot be served."""
 
+import gc
 import os
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from hwrl.comm import Store, clone_store, connect_store, serve_store, store_address
+from hwrl.comm import Comm, PrefixStore, Store, clone_store, connect_store, serve_store, store_address
+from hwrl.comm.dialer import Dialer
+from hwrl.comm.signed import why_unsigned
 from hwrl.errors import CommError
+from hwrl.weights import WeightSender
+from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
 
 
@@ -32,8 +41,38 @@ def test_a_store_listens_on_its_host_only() -> None:
     assert (store.get("key"), other.get("key")) == (b"mine", b"its")
 
 
+def test_a_connection_that_is_taken_back_at_the_last_moment_does_not_end_the_dialer() -> None:
+    """``make`` may close a connection that it dialed just when the dialer's thread takes it."""
+    store = serve_store()
+    taken = threading.Event()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        def act() -> None:
+            dialer = frame.f_locals.get("self")
+            if isinstance(dialer, Dialer) and not taken.is_set() and dialer._dialed:
+                dialer._close_dialed()
+                taken.set()
+
+        if frame.f_code is not Dialer._connect.__code__:
+            return None
+        act()
+        return lambda *_: act()
+
+    threading.settrace(trace)
+    try:
+        joined = connect_store(store_address(serve_other := serve_store()))
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]  # it takes None
+    assert taken.is_set()
+    for number in range(2):
+        clone_store(joined).set(f"key {number}", "value")
+    assert serve_other.check(["key 0", "key 1"]) and store.set("key", "value") is None
+
+
 @pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
 def test_other_kinds_of_hosts_serve(host: str) -> None:
+    if host == "0.0.0.0" and (why := why_unsigned()) is not None:
+        pytest.skip(why)
     if host == "::1" and not Path("/proc/net/if_inet6").read_text().startswith("0" * 31 + "1"):
         pytest.skip("this machine has no IPv6 loopback")
     store = serve_store(host)
@@ -48,6 +87,52 @@ def test_a_served_store_frees_its_ports() -> None:
     del store
     again = serve_store(port=port)
     assert _place_of(again)[1] == port
+
+
+def test_a_store_lives_as_long_as_what_was_made_of_it() -> None:
+    made = [
+        WeightSender(serve_store(), transport="host"),
+        PrefixStore("part", serve_store()),
+        clone_store(serve_store()),
+        Comm(CpuBackend(INFO)).standalone_group(serve_store(), rank=0, size=1, name="alone"),
+    ]
+    gc.collect()
+    sender, part, clone, group = made
+    assert sender.publish(1, {"w": torch.ones(3)}).receivers == 0  # type: ignore[attr-defined]
+    for store in (part, clone, group.store):  # type: ignore[attr-defined]
+        clone_store(store).set("key", "value")
+        assert store.get("key") == b"value"
+    group.close()  # type: ignore[attr-defined]
+    sender.close()  # type: ignore[attr-defined]
+
+
+def test_the_address_of_a_store_that_was_dropped_is_named_at_once() -> None:
+    address = store_address(serve_store())
+    gc.collect()
+    with pytest.raises(CommError, match=r"has ended[\s\S]*dropped the object that serve_store returned"):
+        connect_store(address)
+
+
+@pytest.mark.parametrize(
+    "use", [store_address, clone_store, WeightSender, lambda store: PrefixStore("p", store)], ids=str
+)
+def test_a_fork_of_the_server_is_told_what_it_may_do(use: Callable[[Any], object]) -> None:
+    store = serve_store()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            use(store)
+        except CommError as exc:
+            os.write(write, str(exc).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with open(read, "rb") as said:
+        assert "then forked this one" in said.read().decode()
+    store.set("key", "value")
+    assert store.get("key") == b"value", "the parent's connection was not touched"
 
 
 def test_a_fork_of_the_server_can_join() -> None:

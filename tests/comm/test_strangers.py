@@ -28,6 +28,8 @@ from tests.support.listeners import listeners
 from tests.support.stranger import become_a_stranger
 from tests.support.weight_link import beside
 
+signed_only = pytest.mark.skipif(signed.why_unsigned() is not None, reason="this kernel cannot sign packets")
+
 
 def _request(key: str, value: str) -> bytes:
     """Return what torch's client sends: its magic number, and the request to set a key."""
@@ -50,6 +52,7 @@ def _hear_all(rank: int, places: list[tuple[str, int]]) -> list[int]:
     return [_hear(place) for place in places]
 
 
+@signed_only
 def test_another_user_neither_reads_nor_writes() -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
     before = listeners()
@@ -64,6 +67,7 @@ def test_another_user_neither_reads_nor_writes() -> None:
     assert store.get("key") == b"the run's"
 
 
+@signed_only
 def test_a_process_of_another_run_is_refused() -> None:
     store, other = serve_store(), serve_store()
     assert open_warning(store) is None
@@ -93,6 +97,7 @@ def test_who_took_the_stores_place_hears_nothing() -> None:
             listener.accept()
 
 
+@signed_only
 def test_a_member_without_the_key_cannot_speak_for_another() -> None:
     """A connection is signed to its end: packets on it from elsewhere, such as a reset, change nothing."""
     store = serve_store()
@@ -133,25 +138,30 @@ def test_a_crowd_of_members_joins_at_once() -> None:
     assert len(members) == 300
 
 
-def test_a_kernel_without_signatures_is_an_error_unless_the_user_accepts_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("accepted", [False, True])
+def test_without_signatures_a_store_on_the_loopback_is_open_and_another_is_refused_unless_the_user_accepts_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accepted: bool
 ) -> None:
-    signed.why_open.cache_clear()
-    signed.warn_of_open_stores.cache_clear()
+    signed.why_unsigned.cache_clear()
+    signed.warn_once.cache_clear()
     monkeypatch.setattr(signed, "_TCP_MD5SIG_EXT", 250)
     try:
-        with pytest.raises(CommError, match=r"closed to strangers[\s\S]*HWRL_OPEN_STORE=1"):
-            serve_store()
-        monkeypatch.setenv("HWRL_OPEN_STORE", "1")
-        store, _ = serve_store(), serve_store()
-        assert caplog.text.count("HWRL_OPEN_STORE=1: stores have no key") == 1
-        assert "stores have no key" in str(open_warning(store))
+        if accepted:
+            monkeypatch.setenv("HWRL_OPEN_STORE", "1")
+            serve_store("0.0.0.0")
+        else:
+            with pytest.raises(CommError, match=r"0\.0\.0\.0 closed to strangers[\s\S]*HWRL_OPEN_STORE=1"):
+                serve_store("0.0.0.0")
+        store, _ = serve_store(), serve_store("127.0.0.3")
+        text = "HWRL_OPEN_STORE=1: stores have no key" if accepted else "cannot sign packets"
+        assert caplog.text.count(text) == 1 and text in str(open_warning(store))
         connect_store(store_address(store)).set("key", "value")
         assert store.get("key") == b"value"
     finally:
-        signed.why_open.cache_clear()
+        signed.why_unsigned.cache_clear()
 
 
+@signed_only
 def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

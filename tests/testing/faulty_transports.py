@@ -45,14 +45,14 @@ class FaultySender(Wrapped):
     def prepare(self, number: int, to: tuple[int, ...], clock: Any) -> Any:
         return self._end.prepare(number, to, clock)
 
-    def send(self, sending: Any, reader: Any, clock: Any) -> None:
+    def send(self, sending: Any, reader: Any, clock: Any) -> torch.Tensor:
         self.rounds += 1
         if fault("keys stay in the store"):
             self._context.store.set(f"left/{self.rounds}", "behind")
         if (fault("a second version is not sent") and self.rounds > 1) or self._context.store.check(["left"]):
             raise CommError("nothing is sent", why="it is the fault", fix="remove it")
         self.kept = FaultyReader(reader, self._context.layout)
-        self._end.send(sending, self.kept, clock)
+        return self._end.send(sending, self.kept, clock)
         if not fault("sent tensors are kept"):
             self.kept = None
 

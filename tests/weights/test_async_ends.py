@@ -14,7 +14,7 @@ from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommTimeoutError, TransferFailedError
 from hwrl.weights import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.weight_link import model_of, store
+from tests.support.weight_link import beside, model_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
@@ -103,6 +103,54 @@ def test_a_stream_that_is_cancelled_at_its_first_await_leaves_no_receive(store: 
             with pytest.raises(asyncio.CancelledError):
                 await reading
             assert "hwrl-receive" not in [thread.name for thread in threading.enumerate()]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_a_version_that_is_committed_when_its_receive_is_cancelled_comes_with_the_next(
+    store: Store, transport: str
+) -> None:
+    async def main() -> None:
+        async with AsyncWeightReceiver(store, replica="r0", backend=CpuBackend(INFO)) as receiver:
+            with sender_of(store, transport=transport) as sender:
+                waiting = asyncio.create_task(receiver.receive())
+                publishing = beside(lambda: sender.publish(1, model_of(1)))
+                await asyncio.sleep(0)  # it is in its thread now; from here on this loop does not run
+                deadline = time.monotonic() + 100.0
+                while receiver.receiver.version is None and time.monotonic() < deadline:
+                    threading.Event().wait(0.001)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                publishing()
+                assert receiver.receiver.poll() == 1
+                received = await receiver.receive(timeout_s=0.0)
+                assert (received.version, received["b"].item()) == (1, 1.0)
+                with pytest.raises(CommTimeoutError):
+                    await receiver.receive(timeout_s=0.0)
+
+    asyncio.run(main())
+
+
+def test_a_stream_cancelled_at_its_last_await_has_no_version_and_the_next_one_gets_it(store: Store) -> None:
+    async def main() -> None:
+        async with AsyncStreamReceiver(store, replica="s0", backend=CpuBackend(INFO)) as streaming:
+            with sender_of(store, transport="host") as sender:
+                sender.publish(1, [("w", torch.ones(3))])
+                reading = streaming.stream()
+                await anext(reading)
+                last = asyncio.ensure_future(anext(reading))
+                await asyncio.sleep(0)
+                deadline = time.monotonic() + 100.0
+                while "hwrl-receive" in [one.name for one in threading.enumerate()] and time.monotonic() < deadline:
+                    threading.Event().wait(0.001)
+                last.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await last
+                assert streaming.receiver.version is None
+                assert (await _read(streaming))["w"].tolist() == [1.0, 1.0, 1.0]
+                assert streaming.receiver.version == 1
 
     asyncio.run(main())
 

@@ -81,7 +81,9 @@ def _read_sharded(rank: int, address: str) -> Any:
         model = Tied()
         fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(WeightsError, match=r"over 2 ranks[\s\S]*pass these ranks as WeightSource.from_module"):
+        with pytest.raises(
+            WeightsError, match=r"over 2 ranks[\s\S]*\[WeightSource.from_module\(model, group=group\)\]"
+        ):
             WeightSource.from_module(model)
         source = WeightSource.from_module(model, group=group)
         read = dict(source)
@@ -142,3 +144,81 @@ def test_views_that_conjugate_or_negate_arrive_as_they_are_read(store: Store, tr
             assert torch.equal(received[name], tensor), name
         with pytest.raises(LayoutMismatchError, match="was tied to 'conjugated' and no longer is"):
             sender.publish(2, {**weights, "again": first}.items())
+
+
+@pytest.mark.parametrize(
+    "give", [lambda model: model, lambda model: model.state_dict(), lambda model: iter(model.state_dict().items())]
+)
+@pytest.mark.parametrize("divided", [False, True])
+def test_publish_takes_a_module_a_mapping_and_pairs(store: Store, give: Any, divided: bool) -> None:
+    model = Tied()
+    if divided:  # by FSDP2 over one rank: its DTensors are whole
+        group = Comm(CpuBackend(INFO)).init_default(store=store, rank=0, size=1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    try:
+        with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+            for version in (1, 2):
+                sender.publish(version, give(model))
+                received = receiver.receive(timeout_s=0.0)
+                assert {name: whole.tolist() for name, whole in received.items()} == {
+                    name: whole.tolist() for name, whole in Tied().state_dict().items()
+                }
+    finally:
+        if divided:
+            group.close()
+
+
+_ONE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (5, "a int cannot be sent as weights"),
+        (_ONE, "a Tensor cannot be sent as weights"),
+        ([_ONE], "these weights have no names"),
+        ({1: _ONE}, "these weights have no names"),
+        ({"extra": b"state", "w": _ONE}, "'extra' cannot be sent"),
+        ({"w": torch.eye(3).to_sparse()}, "'w' cannot be sent"),
+    ],
+)
+@pytest.mark.parametrize("given", ["first", "later", "as an iterator"])
+def test_what_is_no_weights_is_refused_by_name(store: Store, weights: Any, text: str, given: str) -> None:
+    with sender_of(store, transport="host") as sender:
+        if given == "later":
+            sender.publish(1, {"w": _ONE})
+        if given == "as an iterator" and not isinstance(weights, int):
+            weights = iter(weights.items() if isinstance(weights, dict) else [weights] if weights is _ONE else weights)
+            text = "have no names" if "a Tensor" in text else text
+        with pytest.raises(WeightsError, match=text):
+            sender.publish(2, weights)
+
+
+def test_a_source_made_of_a_list_is_refused_by_name() -> None:
+    with pytest.raises(WeightsError, match="needs a function as metadata"):
+        WeightSource([("w", _ONE)], Tied().named_parameters)  # type: ignore[arg-type]  # the mistake
+
+
+def _publish_shards(rank: int, address: str) -> list[str]:
+    backend, store = CpuBackend(INFO), connect_store(address)
+    Comm(backend).init_default(store=store, rank=rank, size=2)
+    model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    errors = []
+    if rank == 0:
+        for transport in ("host", "device"):
+            for weights in (model, model.state_dict(), iter(model.state_dict().items())):
+                with sender_of(store, name=transport, transport=transport) as sender:
+                    try:
+                        sender.publish(1, weights)
+                    except WeightsError as exc:
+                        errors.append(str(exc))
+    return errors
+
+
+def test_tensors_of_several_ranks_are_refused_with_the_call_that_sends_them() -> None:
+    store = serve_store()
+    errors = run_processes(_publish_shards, 2, store_address(store))[0]
+    assert len(errors) == 6
+    for error in errors:
+        assert "cannot be" in error and "'embed.weight'" in error and "SharedReads([WeightSource.from_module(" in error

@@ -134,18 +134,39 @@ def test_a_cancelled_stream_ends_soon_and_the_next_one_works(store: Store) -> No
         assert publishing().receivers == 1
 
 
-def test_a_stream_cancelled_after_the_decision_does_not_end_as_if_it_were_whole(store: Store) -> None:
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
-        for version, taken, error in ((1, 1, CommAbortedError), (2, 2, StopIteration)):
-            small = [("w", torch.ones(3)), ("b", torch.ones(2))]
-            publishing = beside(functools.partial(sender.publish, version, small))
-            incoming = receiver.stream()
-            assert publishing().receivers == 1, "both tensors are in one slab, which waits here for the consumer"
-            for _ in range(taken):
-                next(incoming)
-            incoming.close()
-            with pytest.raises(error):
-                next(incoming)
+@pytest.mark.parametrize("transport", ["device", "host"])
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_stream_closed_after_the_decision_and_before_its_end_has_no_version(
+    store: Store, taken: int, transport: str
+) -> None:
+    small = [("w", torch.ones(3)), ("b", torch.ones(2))]
+    with sender_of(store, transport=transport) as sender, _stream_of(store) as receiver:
+        publishing = beside(lambda: sender.publish(1, small))
+        incoming = receiver.stream()
+        assert publishing().receivers == 1, "both tensors are in one slab, which waits here for the consumer"
+        for _ in range(taken):
+            next(incoming)
+        incoming.close()
+        with pytest.raises(CommAbortedError):
+            next(incoming)
+        assert receiver.version is None and incoming.received is None
+        incoming = receiver.stream()  # joins again
+        sender.wait_for_receivers(["s0"])
+        publishing = beside(lambda: sender.publish(1, small))
+        assert len(dict(incoming)) == 2 and receiver.version == 1
+        assert publishing().receivers == 1
+
+
+def test_a_consumer_that_fails_with_the_last_tensor_has_no_version(store: Store) -> None:
+    with sender_of(store, transport="host") as sender, _stream_of(store) as receiver:
+        sender.publish(1, [("w", torch.ones(3))])
+        with pytest.raises(ZeroDivisionError), receiver.stream() as incoming:
+            next(incoming)
+            _ = 1 / 0
+        assert receiver.version is None
+        with receiver.stream() as incoming:
+            assert len(dict(incoming)) == 1
+        assert receiver.version == 1
 
 
 def test_a_stream_that_was_left_open_ends_when_the_next_one_begins(store: Store) -> None:

@@ -267,6 +267,8 @@ def _sync_metrics(report: SyncReport) -> Metrics:
         "sync/excluded": float(sum(len(transfer.excluded) for transfer in transfers)),
         **{f"sync/{stage}_s": sum(transfer.seconds.get(stage, 0.0) for transfer in transfers) for stage in stages},
     }
+    if report.policy.changed_share is not None:
+        metrics["weights/changed_share"] = report.policy.changed_share
     if report.plan.what == "full":
         return metrics
     sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,13 +102,20 @@ class _Connecting:
             self._proposal = None
 
     def abort(self) -> None:
-        """End the connecting, here and at the peers, if a thread is inside :meth:`to`. Does not block."""
+        """End the connecting, here and at the peers, if a thread is inside :meth:`to`.
+
+        Does not block: another thread tells the store, which may be dead.
+        """
         proposal, self._proposal = self._proposal, None
-        if proposal is None:
-            return
-        store, payload = clone_store(self._store), _payload(proposal)  # the other thread may be blocking the client
-        for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
-            call_off_group(store, name=f"{payload.group}/{share}/{lane}")
+        if proposal is not None:
+            threading.Thread(target=self._call_off, args=(proposal,), name="hwrl-call-off", daemon=True).start()
+
+    def _call_off(self, proposal: Proposal) -> None:
+        payload = _payload(proposal)
+        with contextlib.suppress(CommError):  # without a store nobody connects
+            store = clone_store(self._store)  # the connecting thread may be blocking the client
+            for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
+                call_off_group(store, name=f"{payload.group}/{share}/{lane}")
 
 
 class DeviceSender:
@@ -134,7 +142,7 @@ class DeviceSender:
         streams = self._context.backend.supports(Capability.STREAMS).usable
         return DevicePayload(name, 2 if streams else 1)
 
-    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Broadcast this sender's slabs in the layout's order, then the checksums."""
         context, proposal, lanes = self._context, sending.proposal, self._lanes
         if lanes is None or lanes.name != _payload(proposal).group:
@@ -146,6 +154,7 @@ class DeviceSender:
             self._plan(reader.layout)
         with clock.span(context.backend):
             self._send_slabs(lanes, reader, clock)
+        return self._sums.values
 
     def _plan(self, layout: WeightLayout) -> None:
         shares = divide_slabs(layout, self._context.senders)

@@ -18,13 +18,12 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 from hwrl.weights.transports.host_versions import (
-    DirectoryFiles,
     HostPayload,
-    MemoryFiles,
     VersionFile,
     is_alive,
     open_version_file,
     payload_of,
+    version_files,
     version_nbytes,
 )
 
@@ -46,7 +45,7 @@ class HostSender:
     def __init__(self, context: SenderContext) -> None:
         self._layout, self._backend = context.layout, context.backend
         self._slabs, self._timeout_s = context.slabs, context.limits.timeout_s
-        self._maker = MemoryFiles() if context.directory is None else DirectoryFiles(context.directory)
+        self._maker = version_files(context.directory)
         self._files: list[VersionFile | None] = [None] * context.versions
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
@@ -68,7 +67,7 @@ class HostSender:
             inodes=tuple(file.inode for file in made),
         )
 
-    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Copy the tensors to the file taken by :meth:`prepare`. If this fails, write that into the file's header."""
         slot = payload_of(sending.proposal).slot
         file = self._file(slot)
@@ -83,6 +82,7 @@ class HostSender:
             self._copying.synchronize()
             self._renew_events()
         self._newest_slot = slot
+        return self._sums.values
 
     def _renew_events(self) -> None:
         """Make an event for each slab of the next version, because the ring still waits for this version's events.

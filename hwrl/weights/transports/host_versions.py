@@ -62,7 +62,10 @@ class MemoryFiles:
 
     def make(self, slot: int, *, nbytes: int) -> int:
         """Return a new file of ``nbytes``, sealed against shortening: reading a missing part would kill a reader."""
-        file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise _cannot_store(nbytes, "memory", exc) from exc
         os.fchmod(file, 0o600)
         _allocate(file, nbytes=nbytes, where="memory")
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -112,6 +115,18 @@ class DirectoryFiles:
         self._disown()
 
 
+def version_files(directory: Path | None) -> MemoryFiles | DirectoryFiles:
+    """Return the maker of files in ``directory``, or in memory; if the system cannot, in the temporary directory."""
+    if directory is None:
+        try:
+            os.close(os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            return MemoryFiles()
+        except (AttributeError, OSError) as exc:  # an old system, or one that forbids the call
+            directory = Path(tempfile.gettempdir())
+            _log.warning("this system makes no files in memory (%s): versions of weights are in %s", exc, directory)
+    return DirectoryFiles(directory)
+
+
 _owned: weakref.WeakSet[DirectoryFiles] = weakref.WeakSet()
 
 
@@ -128,9 +143,15 @@ def _allocate(file: int, *, nbytes: int, where: str) -> None:
         os.posix_fallocate(file, 0, nbytes)  # a write to a sparse file would kill the process when memory runs out
     except OSError as exc:
         os.close(file)
-        raise WeightsError(
-            f"cannot store another version of {nbytes:,} bytes in {where}", why=str(exc), fix="free memory there"
-        ) from exc
+        raise _cannot_store(nbytes, where, exc) from exc
+
+
+def _cannot_store(nbytes: int, where: str, exc: OSError) -> WeightsError:
+    return WeightsError(
+        f"cannot store another version of {nbytes:,} bytes in {where}",
+        why=str(exc),
+        fix="free memory there, or give the sender a directory with room",
+    )
 
 
 def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> VersionFile:

@@ -79,7 +79,7 @@ class IpcSender:
         """Return the empty payload."""
         return IpcPayload()
 
-    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Lend the slabs window by window, the checksums in the last one. Block until all windows are copied."""
         self._sending = sending
         if reader.layout is not self._buffer.layout:
@@ -87,6 +87,7 @@ class IpcSender:
             self._sums = Checksums(reader.layout, device=self._backend.device())
         with clock.span(self._backend):
             self._show_slabs(sending, reader, clock)
+        return self._sums.values
 
     def _show_slabs(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         handles: dict[int, Handle] = {}

@@ -195,6 +195,18 @@ def test_without_page_locking_weights_travel_and_a_warning_says_so(
     assert "not page-locked" in caplog.text and "the test says so" in caplog.text
 
 
+def test_without_files_in_memory_versions_are_in_the_temporary_directory_and_a_warning_says_so(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+        sender.publish(1, model_of(1))
+        assert receiver.receive(timeout_s=200.0)["b"].item() == 1.0
+        assert f"versions of weights are in {tmp_path}" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_closed_host_sender_is_named(store: Store, tmp_path: Path) -> None:
     with sender_of(store, transport="host", directory=tmp_path) as sender:
         sender.publish(1, model_of(1))
