@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.format.shards import LocalShards
     from hwrl.checkpoint.join import join_parts
     from hwrl.checkpoint.manager import CheckpointManager, SaveReport
+    from hwrl.checkpoint.parts import parameter_names
     from hwrl.checkpoint.resume import Resumed
     from hwrl.checkpoint.rng import rng_state, set_rng_state
     from hwrl.checkpoint.saving.tuning import SaveTuning
@@ -65,6 +66,7 @@ _MODULE_OF = {
     "has_saves": "directory.checkpoint_directory",
     "hold_for_reading": "format.manifest",
     "join_parts": "join",
+    "parameter_names": "parts",
     "read_extra": "format.manifest",
     "read_lock": "directory.lock",
     "read_tensors": "format.loading",
@@ -100,6 +102,7 @@ __all__ = [
     "has_saves",
     "hold_for_reading",
     "join_parts",
+    "parameter_names",
     "read_extra",
     "read_lock",
     "read_tensors",

@@ -21,8 +21,10 @@ from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.extra import copy_extra
 from hwrl.checkpoint.format.loading import SavedTensors
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints
+from hwrl.checkpoint.parts import make_template, require_parts, restore, take_state
 from hwrl.checkpoint.resume import Resumed, Resumer
-from hwrl.checkpoint.saving.agreement import Agreement
+from hwrl.checkpoint.rng import rng_state, set_rng_state
+from hwrl.checkpoint.saving.agreement import agreement_of
 from hwrl.checkpoint.saving.inventory import gather_inventory
 from hwrl.checkpoint.saving.nodes import find_own_node
 from hwrl.checkpoint.saving.save import Saver
@@ -30,12 +32,14 @@ from hwrl.checkpoint.saving.stages import CapturedSave
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.checkpoint.saving.state import CapturedState, capture_state
 from hwrl.checkpoint.saving.tuning import SaveTuning
-from hwrl.comm import Group, PrefixStore
+from hwrl.comm import Group
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
+
+_RNG = "hwrl.rng"  # in rank_extra: the random-number generators, if the manager saved them by itself
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class SaveReport:
 class CheckpointManager:
     """Saves and resumes checkpoints in a directory. No other manager can save there while it is open.
 
+    ``parts`` are the objects of the state by name, such as ``model=`` and ``optimizer=``: modules, optimizers, and
+    others with ``state_dict`` and ``load_state_dict``. ``save`` and ``resume`` then need no ``state``, and also save
+    and restore each rank's random-number generators, unless ``rank_extra`` has a ``rng``. A save changes nothing in the
+    program, and calls only the objects' ``state_dict``: it takes no step to make an optimizer's state.
+
     Timeline: opening locks the directory and removes the drafts of dead writers. (A save also removes them when it
     begins.) Then call ``save`` and ``resume`` in any order; most programs call ``resume`` once, before training.
     ``close``, or the end of the ``with`` block, waits for a running save and releases the lock. If the program ends
@@ -73,10 +82,11 @@ class CheckpointManager:
     batch of copies is freed when it has been written. Tensors that do not fit there are copied to the host. Every
     change of the disk goes through ``fs``, except to the lock file and to the files of ``export``.
 
-    Several ranks: all ranks of ``group`` make the same calls in the same order. A rank sends heartbeats while the ranks
-    agree, write and load, and the others wait for it without a limit. It sends none while it waits for its previous
-    save or captures its state. So the ranks must finish these two within ``timeout_s`` of each other. A rank that is
-    late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
+    Several ranks: all ranks of ``group`` make the same calls in the same order. None is torch's default group. A rank
+    sends heartbeats while the ranks agree, write and load, and the others wait for it without a limit. It sends none
+    while it waits for its previous save or captures its state. So the ranks must finish these two within ``timeout_s``
+    of each other. A rank that is late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on
+    all ranks.
 
     If another process holds the directory's lock, the constructor waits up to ``lock_wait_s`` seconds, and then raises
     CheckpointError. Give more time if the owner may be on a machine that was cut off, and still end.
@@ -86,11 +96,11 @@ class CheckpointManager:
     node. Each node has its own lock, tracker and part of every checkpoint. While ``after_commit`` runs, the trackers of
     other nodes may still name the step before.
 
-    The arguments of ``save``: ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values,
-    such as the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``. A tensor that several ranks hold
-    is written once for each node. If ranks have different plain values under one name, each node saves the value of its
-    lowest rank. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with string keys;
-    each rank has its own, and all of them are saved.
+    The arguments of ``save``: ``state``, for a manager without parts, is a nested dict of tensors, DTensors,
+    :class:`LocalShards` and plain values; the outer dict may also have objects like the parts. A tensor that several
+    ranks hold is written once for each node. If ranks have different plain values under one name, each node saves the
+    value of its lowest rank. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with
+    string keys; each rank has its own, and all of them are saved.
 
     ``export`` writes files for other programs. It is called once, on rank 0, when the tensors of rank 0's node are
     written. It gets the path of the empty directory ``hf`` in the draft, and the :class:`SavedTensors`, which reads one
@@ -105,7 +115,7 @@ class CheckpointManager:
     collective. They must never call the manager.
 
     ``offloader`` holds tensors of the state on the host. They are written from there, so they are neither loaded to the
-    device nor copied. Build the state inside ``offloader.lending()``. The offloader may be used as soon as ``save``
+    device nor copied. Call ``save`` inside ``offloader.lending()``. The offloader may be used as soon as ``save``
     returns: before ``offload`` overwrites a tensor, it waits until the tensor has been written. At first ``offload``
     blocks for every tensor. When the ranks have agreed who writes what, it blocks only for tensors that this rank still
     has to write.
@@ -130,17 +140,20 @@ class CheckpointManager:
         lock_wait_s: float = 1.0,
         fs: DurableFS | None = None,
         tuning: SaveTuning | None = None,
+        **parts: Any,
     ) -> None:
         _check_options(max_ckpt_to_keep, staging, async_save=async_save)
+        require_parts(parts)
+        self._parts, self._process = parts, os.getpid()
         tuning = tuning or SaveTuning()
         fs = fs or DurableFS()
         self.directory = Path(directory).absolute()
         self._async_save, self._closed, self._calls = async_save, False, 0
-        backend = backend_or_default(backend)
+        self._backend = backend = backend_or_default(backend)
         self._staging = StagingMemory(backend, tuning, on_device=staging == "device")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._background_save: Future[None] | None = None
-        self._agreement = _agreement_of(group, timeout_s)
+        self._agreement = agreement_of(group, backend, timeout_s)
         node = find_own_node(self.directory, fs, self._agreement, look_s=tuning.look_s)
         self._locked_directory: CheckpointDirectory | None = None
         try:
@@ -181,7 +194,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
         *,
         weight_version: int = 0,
         extra: Mapping[str, Any] | None = None,
@@ -190,7 +203,9 @@ class CheckpointManager:
         after_commit: Callable[[CheckpointInfo], object] | None = None,
         offloader: OffloadedState | None = None,
     ) -> SaveReport:
-        """Save ``state`` as ``step``, which must be later than every complete step. See the class for the arguments.
+        """Save the parts, or ``state``, as ``step``, which must be later than every complete step.
+
+        See the class for the arguments.
 
         Without ``async_save``, the checkpoint is complete and durable when this returns. With it, this waits for the
         previous save and captures the state. Then the caller may change the contents of the state, but until the save
@@ -200,7 +215,7 @@ class CheckpointManager:
         background. A rank that cannot capture its state may raise another :class:`~hwrl.errors.HwrlError`. Until the
         step is complete on all nodes, no complete checkpoint is removed. Go on with a later step.
         """
-        call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError)
+        call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError, state)
         started_s = time.perf_counter()
         previous_error = self._previous_error()
         if previous_error is not None and len(self._agreement.ranks) == 1:
@@ -212,11 +227,16 @@ class CheckpointManager:
                 step=_count("step", step),
                 weight_version=_count("weight_version", weight_version),
                 extra=copy_extra(extra),
-                rank_extra=copy_extra(rank_extra),
+                rank_extra=copy_extra(self._with_rng(rank_extra)),
                 export=export,
                 after_commit=after_commit,
                 has_pending_error=previous_error is not None,
-                state=capture_state(state, self._staging, copy=self._async_save, offloader=offloader),
+                state=capture_state(
+                    take_state(self._parts if state is None else state),
+                    self._staging,
+                    copy=self._async_save,
+                    offloader=offloader,
+                ),
             )
         if self._async_save:
             self._save_in_background(captured)
@@ -257,19 +277,44 @@ class CheckpointManager:
             return exc
         return None
 
-    def _begin_call(self, what: str, error: type[CheckpointError]) -> int:
+    def _begin_call(self, what: str, error: type[CheckpointError], state: Mapping[str, Any] | None) -> int:
         """Count this call and return its number.
 
         The number is the same on all ranks, because all make the same calls. A call that fails is counted, too.
         """
+        self._require_own_process(what, error)
         if self._closed:
             raise error(what, why="the manager is closed", fix="open a new manager")
+        if bool(self._parts) is (state is not None):
+            raise error(
+                what,
+                why="the call has a state, and the manager has parts" if self._parts else "there is no state",
+                fix="give the objects to the manager (model=, optimizer=, ...), or a state to each call, not both",
+            )
         self._calls += 1
         return self._calls
+
+    def _require_own_process(self, what: str, error: type[CheckpointError] = CheckpointSaveError) -> None:
+        if os.getpid() != self._process:
+            raise error(
+                what,
+                why=f"process {self._process} opened the manager, and this is its forked child {os.getpid()}: the "
+                "threads that save and the directory's lock are in the parent",
+                fix="save and resume in the process that opened the manager, or open one in the child when the parent "
+                "has closed its own",
+            )
+
+    def _with_rng(self, rank_extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return ``rank_extra`` with the random-number generators, if the manager takes the state by itself."""
+        rank_extra = rank_extra or {}
+        if not self._parts or "rng" in rank_extra:
+            return rank_extra
+        return {**rank_extra, _RNG: rng_state(self._backend)}
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is running in the background. It runs until its ``after_commit`` and retention are done."""
+        self._require_own_process("it is not known whether a save is running")
         return self._background_save is not None and not self._background_save.done()
 
     def wait(self) -> None:
@@ -277,6 +322,7 @@ class CheckpointManager:
 
         After an interrupt, for example KeyboardInterrupt, it may be called again.
         """
+        self._require_own_process("no save can be waited for")
         if self._background_save is None:
             return
         error = self._background_save.exception()
@@ -289,6 +335,7 @@ class CheckpointManager:
 
         May be called more than once.
         """
+        self._require_own_process("the manager cannot be closed")
         try:
             self.wait()
         finally:
@@ -312,7 +359,7 @@ class CheckpointManager:
         except CheckpointSaveError:
             if kind is None:
                 raise
-            _log.exception("the last save failed, too")  # only logged: the error of the block matters more
+            _log.exception("closing the manager failed, too")  # only logged: the error of the block matters more
 
     # -- finding and loading ------------------------------------------------------------------------------------
 
@@ -323,16 +370,16 @@ class CheckpointManager:
         """
         return find_checkpoints(self.directory)[0]
 
-    def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
-        """Load a checkpoint into ``state``: the newest that can be resumed or, with ``step``, exactly this step.
+    def resume(self, state: dict[str, Any] | None = None, *, step: int | None = None) -> Resumed | None:
+        """Load a checkpoint: the newest that can be resumed or, with ``step``, exactly this step.
 
         Returns None if there is no checkpoint, or if there are only steps that some node has not committed and that no
-        tracker names.
+        tracker names. Then nothing has changed.
 
-        ``state`` has the structure of the saved state. It may be sharded over another number of ranks if each rank
-        finds all its chunks on its own disk; otherwise join the parts of the nodes first. Tensors are overwritten in
-        place, and plain values are replaced in the dict. Nothing else is changed: a module or optimizer is restored
-        only where it shares its tensors with ``state``. Call ``set_state_dict`` afterwards for the rest.
+        Without ``state`` the manager's parts are restored, and the random-number generators if the manager saved them.
+        A ``state`` has the structure of the saved state. Its tensors are overwritten in place, its plain values are
+        replaced, and objects in it are restored. The state may be sharded over another number of ranks if each rank
+        finds all its chunks on its own disk; otherwise join the parts of the nodes first.
 
         The hash of every file is verified before anything is loaded, and no code in a pickle is executed. A checkpoint
         that is damaged or incomplete is skipped, logged, and listed in ``skipped``. If a file is missing or has a wrong
@@ -349,14 +396,27 @@ class CheckpointManager:
         verification no older step is tried. Once the ranks have begun to load, an error may leave ``state`` partly
         overwritten.
         """
-        call = self._begin_call("nothing can be loaded", CheckpointError)
+        call = self._begin_call("nothing can be loaded", CheckpointError, state)
         previous_error = self._previous_error()
         self._agreement.begin_call(call)
         if previous_error is not None:
             with self._agreement.vote():  # the other ranks may have no error, and wait for this rank
                 raise previous_error
         inventory = gather_inventory(self._agreement, self._locked_directory)
-        return self._resumer.resume(state, inventory, step=step)
+        into, template = self._parts if state is None else state, {}
+
+        def make_state(saved: SavedTensors) -> dict[str, Any]:
+            template.update(make_template(into, saved))
+            return template
+
+        resumed = self._resumer.resume(make_state, inventory, step=step)
+        if resumed is not None:
+            restore(into, template)
+            of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
+            own = of_ranks[self._agreement.rank % len(of_ranks)]
+            if state is None and _RNG in own:
+                set_rng_state(own[_RNG], self._backend)
+        return resumed
 
 
 def _check_options(max_ckpt_to_keep: int | None, staging: str, *, async_save: bool) -> None:
@@ -378,21 +438,6 @@ def _check_options(max_ckpt_to_keep: int | None, staging: str, *, async_save: bo
             why="a save in the foreground does not copy the state",
             fix='also give async_save=True, or give staging="host"',
         )
-
-
-def _agreement_of(group: Group | None, timeout_s: float) -> Agreement:
-    if not isinstance(group, Group | None):
-        raise ConfigError(
-            f"group={group!r} is not allowed",
-            why="it must be an hwrl.comm.Group, because the ranks agree over its store",
-            fix="give hwrl.comm.Comm().default_group(), or .new_group(ranks) for some of the ranks",
-        )
-    if group is None:
-        return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
-    # All ranks open their managers in the same order, so the number of this manager is the same on all of them.
-    opened = group.store.add(f"hwrl/checkpoint/opened/{group.rank}", 1)
-    store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
-    return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
 
 
 def _report(state: CapturedState, staging: StagingMemory, *, waited_s: float, blocked_s: float) -> SaveReport:

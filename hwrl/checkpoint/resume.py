@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the planner uses the same names
 
-from hwrl.checkpoint.format.loading import LayoutReader, plan_load, require_all_wanted
+from hwrl.checkpoint.format.loading import SavedTensors, require_all_wanted
 from hwrl.checkpoint.format.manifest import (
     CheckpointInfo,
     Skipped,
@@ -29,6 +30,9 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFo
 from hwrl.interfaces import Backend
 
 _log = logging.getLogger(__name__)
+
+MakeState = Callable[[SavedTensors], dict[str, Any]]
+"""Returns the state to load a checkpoint into."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Resumer:
     backend: Backend
     failed_verification: list[Path]
 
-    def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
-        """Load the newest resumable checkpoint, or exactly ``step``.
+    def resume(self, make_state: MakeState, inventory: Inventory, *, step: int | None) -> Resumed | None:
+        """Load the newest resumable checkpoint, or exactly ``step``, into the state that ``make_state`` returns.
 
         Return None if no step is complete and none is lost.
         """
@@ -96,7 +100,7 @@ class Resumer:
             path = self.path / step_name(candidate)
             reason = self._find_damage(path)
             if reason is None:
-                return self._load(path, state, skipped)
+                return self._load(path, make_state, skipped)
             _log.warning("skipping %s: %s", path, reason)
             skipped.append(Skipped(path, reason))
             self.failed_verification.append(path)
@@ -140,15 +144,16 @@ class Resumer:
             return exc.why
         return None
 
-    def _load(self, path: Path, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
-        """Load ``path`` into ``state``. No rank begins to load before the states of all ranks have been checked."""
+    def _load(self, path: Path, make_state: MakeState, skipped: list[Skipped]) -> Resumed:
+        """Load ``path``. No rank begins to load before the states of all ranks have been checked."""
         with torch.device("cpu"):  # torch's reader must not allocate on the caller's default device
             with self.agreement.round() as ranks:
                 info = inspect_checkpoint(path)
-                reader = LayoutReader(info)
+                saved = SavedTensors(info)
+                state = make_state(saved)
                 with duplicate_names_as(CheckpointError):
                     require_storage(flatten_state_dict(state)[0])
-                load = plan_load(info, reader, reader.read_metadata(), state)
+                load = saved.plan(state)
                 answers = ranks.gather(_UnwantedNames(self.node.number, load.unwanted))
                 if answers is not None:
                     require_all_wanted([(answer.node, answer.names) for answer in answers])

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from hwrl.checkpoint import parameter_names
 from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
 from hwrl.errors import ConfigError
@@ -321,42 +322,29 @@ class FsdpEngine(PolicyEngine):
         return named if self.sharded is None else self.sharded.shards(named)
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = self._model_and_optimizer()
-        moments = {name: {key: state[key] for key in _MOMENTS} for name, state in optimizer["state"].items()}
+        model = get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=True))
+        names, moments = parameter_names(self.model), {}
+        for one in self._trained:  # before the first step the optimizer has no state
+            state = self.optimizer.state.get(one) or {key: torch.zeros_like(one) for key in _MOMENTS}
+            moments[names[one]] = {key: state[key] for key in _MOMENTS}
         return {"model": model, "optimizer": moments, "updates": self.updates}
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        if not self.optimizer.state:  # torch takes an empty step to make a state
-            with super().saved_state() as saved:
-                yield saved
-            return
         with self._offloader.lending():
             yield self.state_dict(), self._offloader
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = state["updates"]
-        _, optimizer = self._model_and_optimizer()
-        for name, moments in state["optimizer"].items():
-            optimizer["state"][name].update(moments, step=torch.tensor(float(self.updates)))
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=optimizer,
-            options=StateDictOptions(ignore_frozen_params=True, strict=self.base is None),
-        )
+        options = StateDictOptions(ignore_frozen_params=True, strict=self.base is None)
+        set_model_state_dict(self.model, state["model"], options=options)
+        names = parameter_names(self.model)
+        moments = [state["optimizer"][names[one]] for one in self._trained]
+        stepped = {i: {"step": torch.tensor(float(self.updates)), **one} for i, one in enumerate(moments)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": stepped})
         for group in self.optimizer.param_groups:
             group.update(self._hyperparameters())
         self._mark_changed()
-
-    def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        before_first_step = not self.optimizer.state
-        found = get_state_dict(self.model, self.optimizer, options=StateDictOptions(ignore_frozen_params=True))
-        if before_first_step:  # torch took an empty step to make a state
-            for state in self.optimizer.state.values():
-                state["step"].fill_(self.updates)
-        return found
 
     def export(self, directory: Path) -> None:
         if self.settings.lora is None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.utils import broadcast_object_list
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
@@ -22,6 +22,7 @@ from hwrl.checkpoint import (
     CheckpointManager,
     Resumed,
     SavedTensors,
+    parameter_names,
     rng_state,
     set_rng_state,
     verify_files,
@@ -95,8 +96,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
         Raises CheckpointError unless transformers begins after the step of the newest good checkpoint.
         """
         self._saved_step = state.global_step
-        template = self._state()
-        self._resumed = self._manager.resume(template)
+        own = self._state()
+        self._resumed = self._manager.resume(own)
         if (0 if self._resumed is None else self._resumed.step) != state.global_step:
             raise CheckpointError(
                 f"training cannot begin after step {state.global_step} in {self._manager.directory}",
@@ -105,12 +106,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
             )
         if self._resumed is None:
             return
-        model, optimizer = template["model"], template["optimizer"]
-        set_state_dict(
-            self._trainer.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED
-        )
-        for name, part in self._others().items():
-            part.load_state_dict(template[name])
+        set_model_state_dict(self._trainer.model, own["model"], options=_TRAINED)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Restore the sampler's generator. Between two epochs restore the random generators, too.
@@ -207,14 +203,16 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
     def _offloader(self) -> Offloader | None:
         return next((one.offloader for one in self._callbacks if isinstance(one, OffloadCallback)), None)
 
-    def _others(self) -> dict[str, Any]:
-        parts = {"lr_scheduler": self._trainer.lr_scheduler, "scaler": self._trainer.accelerator.scaler}
-        return {name: part for name, part in parts.items() if part is not None}
-
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._trainer.model, self._optimizer, options=_TRAINED)
-        others = {name: part.state_dict() for name, part in self._others().items()}
-        return {"model": model, "optimizer": optimizer, **others}
+        trained = get_model_state_dict(self._trainer.model, options=_TRAINED)
+        named = {name: parameter for parameter, name in parameter_names(self._trainer.model).items()}
+        parts = {
+            "model": {name: named.get(name, tensor) for name, tensor in trained.items()},
+            "optimizer": self._optimizer,
+            "lr_scheduler": self._trainer.lr_scheduler,
+            "scaler": self._trainer.accelerator.scaler,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def _check(trainer: Any) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
@@ -68,21 +67,18 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         contents, (folder, part) = self.checkpoint_config.save_contents, _place_of(local_path)
-        self._manager = self._manager or self._open_manager(local_path, keep=max_ckpt_to_keep)
+        self._manager = self._manager or self._open_manager(local_path, contents, keep=max_ckpt_to_keep)
         if self.rank == 0:
             tracker.begin_part(folder, part, global_step)
         committed = threading.Event()
-        # Without a state get_state_dict takes an empty step to make one.
-        stepped = self.optimizer is None or bool(self.optimizer.state)
 
         def follow(info: checkpoint.CheckpointInfo) -> None:
             committed.set()
             tracker.announce(folder, part, info.step)
 
-        with self._offloader.lending() if stepped else self._offloader.loaded():
+        with self._offloader.lending():
             self._manager.save(
                 global_step,
-                self._state(contents),
                 extra={"lr_scheduler": self.lr_scheduler.state_dict()},
                 rank_extra={"rng": checkpoint.rng_state()},
                 export=self._export if "hf_model" in contents else None,
@@ -103,23 +99,21 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         contents = self.checkpoint_config.load_contents
-        with self._open_manager(local_path, resumed=_step_of(local_path)) as manager, self._offloader.loaded():
-            state = self._state(contents)
-            resumed = manager.resume(state, step=_step_of(local_path))
+        step = _step_of(local_path)
+        with self._open_manager(local_path, contents, resumed=step) as manager, self._offloader.loaded():
+            resumed = manager.resume(step=step)
             assert resumed is not None, "a step that is not there is an error"
-            optimizer = self.optimizer if "optimizer" in state else []
-            found = {"model_state_dict": state["model"], "optim_state_dict": state.get("optimizer", {})}
-            set_state_dict(self.module, optimizer, **found)
         if "extra" in contents:
             self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
             of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
             checkpoint.set_rng_state(of_ranks[self.rank % len(of_ranks)]["rng"])
 
     def _open_manager(
-        self, local_path: str, *, keep: int | None = None, resumed: int = -1
+        self, local_path: str, contents: list[str], *, keep: int | None = None, resumed: int = -1
     ) -> checkpoint.CheckpointManager:
-        """Open the directory of all steps of this part. Closes the manager before, because a directory has one owner.
+        """Open the directory of all steps of this part, for ``contents`` of it.
 
+        Closes the manager before, because a directory has one owner.
         ``resumed`` is the step that is about to be loaded, -1 if none is. The first call puts later steps aside.
         """
         if self._manager is not None:
@@ -131,17 +125,15 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
         self._is_tidy = True
         directory = tracker.part_directory(folder, part)
         saved_async = self.checkpoint_config.async_save
-        group = Comm().default_group()
-        return checkpoint.CheckpointManager(directory, max_ckpt_to_keep=keep, async_save=saved_async, group=group)
-
-    def _state(self, contents: list[str]) -> dict[str, Any]:
-        if "optimizer" not in contents:
-            return {"model": get_state_dict(self.module, [])[0]}
-        stepped = bool(self.optimizer.state)
-        model, optimizer = get_state_dict(self.module, self.optimizer)
-        for state in () if stepped else self.optimizer.state.values():
-            state["step"].zero_()  # get_state_dict took an empty step to make a state
-        return {"model": model, "optimizer": optimizer}
+        parts = {"optimizer": self.optimizer} if "optimizer" in contents else {}
+        return checkpoint.CheckpointManager(
+            directory,
+            max_ckpt_to_keep=keep,
+            async_save=saved_async,
+            group=Comm().default_group(),
+            model=self.module,
+            **parts,
+        )
 
     def _export(self, directory: Path, saved: checkpoint.SavedTensors) -> None:
         names = {name.removeprefix("model."): name for name in saved if name.startswith("model.")}

@@ -142,7 +142,7 @@ def _acquire(descriptor: int, directory: Path, wait_s: float) -> bool:
             raise CheckpointError(
                 f"{directory} already has a writer",
                 why=_read_owner(descriptor),
-                fix="end that run, or choose another directory",
+                fix="end that run, or choose another directory; managers of several ranks need a group=",
             )
         if waited_s > PATIENCE_S and not is_logged:
             is_logged = True

@@ -200,6 +200,19 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         plan_load(self.info, self._reader, metadata, dict(tensors)).run()
         return tensors
 
+    def read_plain(self, prefix: str) -> dict[str, Any]:
+        """Read the values whose names begin with ``prefix`` and that are no tensors. Return them by last name."""
+        saved = self._saved.state_dict_metadata
+        found = {name: saved[name] for name in saved if name.startswith(prefix) and name not in self._described}
+        state: dict[str, Any] = dict.fromkeys(found)
+        metadata = Metadata(found, storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta)
+        plan_load(self.info, self._reader, metadata, state).run()
+        return {name.rpartition(".")[2]: value for name, value in state.items()}
+
+    def plan(self, state: dict[str, Any]) -> PlannedLoad:
+        """Plan to load everything into ``state``, like :func:`plan_load`."""
+        return plan_load(self.info, self._reader, self._saved, state)
+
     def on_meta(self, name: str) -> torch.Tensor:
         """Return a tensor on the meta device with the shape and dtype of ``name``. No file is read."""
         described = self._described[name]

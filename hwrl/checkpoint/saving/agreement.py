@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import threading
 import time
 import zlib
@@ -18,8 +19,9 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from hwrl import errors
-from hwrl.comm import PrefixStore, Store, await_keys, store_failures
-from hwrl.errors import CheckpointError, HwrlError, PeerLostError
+from hwrl.comm import Comm, Group, PrefixStore, Store, await_keys, store_failures
+from hwrl.errors import CheckpointError, ConfigError, HwrlError, PeerLostError
+from hwrl.interfaces import Backend
 
 _MAX_VALUE_CHARS = 4 << 20
 """The largest value of one key. torch's store closes a connection after a request of 8 MiB or more."""
@@ -332,7 +334,8 @@ def _silent_error(ranks: list[int], timeout_s: float) -> CheckpointError:
     return CheckpointError(
         f"no answer from rank {', '.join(map(str, ranks))}",
         why=f"the others have received no heartbeat for {timeout_s:g} s",
-        fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was late",
+        fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was late. All "
+        "ranks open the manager and make its calls; for some of the ranks, give it their group=",
     )
 
 
@@ -403,3 +406,39 @@ class _OtherRankError(Exception):
     def __init__(self, rank: int) -> None:
         super().__init__(f"on rank {rank}")
         self.rank = rank
+
+
+# -- opening --------------------------------------------------------------------------------------------------------
+
+
+def agreement_of(group: Group | None, backend: Backend, timeout_s: float) -> Agreement:
+    """Return the agreement of the ranks of ``group``. None is torch's default group, or this process alone."""
+    if not isinstance(group, Group | None):
+        raise ConfigError(
+            f"group={group!r} is not allowed",
+            why="it must be an hwrl.comm.Group, because the ranks agree over its store",
+            fix="give hwrl.comm.Comm().default_group(), or .new_group(ranks) for some of the ranks",
+        )
+    group = _default_group(backend) if group is None else group
+    if group is None:
+        return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
+    # All ranks open their managers in the same order, so the number of this manager is the same on all of them.
+    opened = group.store.add(f"hwrl/checkpoint/opened/{group.rank}", 1)
+    store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
+    return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
+
+
+def _default_group(backend: Backend) -> Group | None:
+    """Return torch's default group if it has several ranks. Raise ConfigError if several ranks have no group."""
+    if dist.is_available() and dist.is_initialized():
+        return Comm(backend).default_group() if dist.get_world_size() > 1 else None
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and ranks.isdecimal() and int(ranks) > 1:
+        raise ConfigError(
+            f"CheckpointManager needs group= in rank {os.environ['RANK']} of {ranks}",
+            why="the environment variables RANK and WORLD_SIZE name several ranks, and torch.distributed is not "
+            "initialized: ranks that do not know of each other would write over each other's checkpoints",
+            fix="call torch.distributed.init_process_group() first, or give group= an hwrl.comm.Group; a process that "
+            "is no rank of a program unsets the two variables",
+        )
+    return None

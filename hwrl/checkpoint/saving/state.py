@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwrl.checkpoint.format.layout import StatePath
 from hwrl.checkpoint.format.planners import SafeSavePlanner, duplicate_names_as
@@ -268,6 +269,12 @@ def _require_dense(name: str, tensor: torch.Tensor) -> None:
             f"state {name!r} cannot be saved",
             why=f"it is a {tensor.layout} tensor",
             fix="save its to_dense(), or save the tensors that it consists of",
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise CheckpointSaveError(
+            f"state {name!r} cannot be saved",
+            why=f"its elements are in other tensors of a {type(tensor).__name__}",
+            fix="save the tensors that it consists of; of an unsharded optimizer, the manager's optimizer= does",
         )
 
 
