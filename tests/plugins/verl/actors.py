@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ with warnings.catch_warnings(action="ignore"):  # verl's own
     from hwrl_verl.platform import HwrlPlatform as HwrlPlatform
 
 from tests.plugins.verl import nccl_on_gloo
+from tests.support.optimizers import frozen
 
 REPO = Path(__file__).parents[3]
 ENV = {
@@ -148,6 +149,15 @@ class Actor(SeveralEngines, TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
         self.engine.load_checkpoint(path, None, del_local_after_load=False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def state(self) -> Any:
+        """Return this rank's model, optimizer, schedule and torch's random numbers, for a comparison bit for bit."""
+        engine = self.engine
+        offloader = getattr(engine, "_offloader", None)
+        with nullcontext() if offloader is None else offloader.loaded():
+            parts = [engine.module, engine.optimizer, engine.lr_scheduler]
+            return frozen([*(part.state_dict() for part in parts), torch.get_rng_state()])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def look(self, expression: str) -> Any:
@@ -256,7 +266,7 @@ def hf_config(path: Path) -> HFModelConfig:
 
 
 def training_config(
-    model: Path, ranks: int, *, offload: bool = False, async_save: bool = False
+    model: Path, ranks: int, *, offload: bool = False, async_save: bool = False, **optimizer: Any
 ) -> TrainingWorkerConfig:
     """Return the configuration of ``ranks`` ranks that train ``model`` with verl's FSDP2 engine."""
     engine = FSDPEngineConfig(
@@ -274,7 +284,7 @@ def training_config(
         model_type="language_model",
         model_config=hf_config(model),
         engine_config=engine,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100, **optimizer),
         checkpoint_config=CheckpointConfig(async_save=async_save),
     )
 
@@ -288,9 +298,10 @@ def actors(
     vendor: str = "hwrl",
     offload: bool = False,
     async_save: bool = False,
+    **optimizer: Any,
 ) -> RayWorkerGroup:
-    """Start ``ranks`` actors that train ``model``."""
-    config = training_config(model, ranks, offload=offload, async_save=async_save)
+    """Start ``ranks`` actors that train ``model``, with these settings of the optimizer."""
+    config = training_config(model, ranks, offload=offload, async_save=async_save, **optimizer)
     return _group(Actor, ranks, name, config=config, sync=sync, vendor=vendor)
 
 
