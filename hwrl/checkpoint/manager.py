@@ -215,7 +215,7 @@ class CheckpointManager:
         background. A rank that cannot capture its state may raise another :class:`~hwrl.errors.HwrlError`. Until the
         step is complete on all nodes, no complete checkpoint is removed. Go on with a later step.
         """
-        call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError, state)
+        call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
         previous_error = self._previous_error()
         if previous_error is not None and len(self._agreement.ranks) == 1:
@@ -232,7 +232,7 @@ class CheckpointManager:
                 after_commit=after_commit,
                 has_pending_error=previous_error is not None,
                 state=capture_state(
-                    take_state(self._parts if state is None else state),
+                    take_state(self._one_state(state, f"step {step} cannot be saved", CheckpointSaveError)),
                     self._staging,
                     copy=self._async_save,
                     offloader=offloader,
@@ -277,7 +277,7 @@ class CheckpointManager:
             return exc
         return None
 
-    def _begin_call(self, what: str, error: type[CheckpointError], state: Mapping[str, Any] | None) -> int:
+    def _begin_call(self, what: str, error: type[CheckpointError]) -> int:
         """Count this call and return its number.
 
         The number is the same on all ranks, because all make the same calls. A call that fails is counted, too.
@@ -285,14 +285,19 @@ class CheckpointManager:
         self._require_own_process(what, error)
         if self._closed:
             raise error(what, why="the manager is closed", fix="open a new manager")
+        self._calls += 1
+        return self._calls
+
+    def _one_state(self, state: Any, what: str, error: type[CheckpointError]) -> dict[str, Any]:
+        """Return ``state`` or, if it is None, the parts."""
         if bool(self._parts) is (state is not None):
             raise error(
                 what,
                 why="the call has a state, and the manager has parts" if self._parts else "there is no state",
                 fix="give the objects to the manager (model=, optimizer=, ...), or a state to each call, not both",
             )
-        self._calls += 1
-        return self._calls
+        chosen: dict[str, Any] = self._parts if state is None else state
+        return chosen
 
     def _require_own_process(self, what: str, error: type[CheckpointError] = CheckpointSaveError) -> None:
         if os.getpid() != self._process:
@@ -396,19 +401,20 @@ class CheckpointManager:
         verification no older step is tried. Once the ranks have begun to load, an error may leave ``state`` partly
         overwritten.
         """
-        call = self._begin_call("nothing can be loaded", CheckpointError, state)
+        call = self._begin_call("nothing can be loaded", CheckpointError)
         previous_error = self._previous_error()
         self._agreement.begin_call(call)
-        if previous_error is not None:
-            with self._agreement.vote():  # the other ranks may have no error, and wait for this rank
+        with self._agreement.vote():  # the other ranks may have no error, and wait for this rank
+            if previous_error is not None:
                 raise previous_error
-        inventory = gather_inventory(self._agreement, self._locked_directory)
-        into, template = self._parts if state is None else state, {}
+            into = self._one_state(state, "nothing can be loaded", CheckpointError)
+        template: dict[str, Any] = {}
 
         def make_state(saved: SavedTensors) -> dict[str, Any]:
             template.update(make_template(into, saved))
             return template
 
+        inventory = gather_inventory(self._agreement, self._locked_directory)
         resumed = self._resumer.resume(make_state, inventory, step=step)
         if resumed is not None:
             restore(into, template)

@@ -344,7 +344,7 @@ def test_torchs_own_group_is_refused_and_the_call_that_is_named_helps(tmp_path: 
 
 
 def _fail_twice(group: Group, directory: Path) -> list[str]:
-    unsavable: Any = {"weight": torch.ones(4), "custom": Custom()}, None
+    unsavable: Any = {"weight": torch.ones(4), "custom": Custom()}, 3
     return [_fail_again(group, directory / str(number), state) for number, state in enumerate(unsavable)]
 
 
