@@ -30,7 +30,7 @@ def engine_settings(config: Config) -> EngineSettings:
         seed=config.seed,
         context_parallel=config.train.context_parallel,
         max_length=config.max_model_len,
-        **config.optimizer.model_dump(),
+        **config.optimizer.model_dump(exclude={"max_skipped_in_a_row"}),  # the trainer has it
     )
 
 
