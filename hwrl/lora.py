@@ -178,7 +178,9 @@ def save_adapter(
     if targets == _ALL_LINEAR:  # PEFT would also adapt a mixture's experts
         targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
     complete = LoraConfig(
-        **{**config, "target_modules": targets}, base_model_name_or_path=str(model_directory), inference_mode=True
+        **{**config, "target_modules": targets},
+        base_model_name_or_path=str(model_directory.absolute()),
+        inference_mode=True,
     )
     complete.save_pretrained(str(directory))
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import inspect
@@ -390,8 +389,8 @@ def load_tokenizer(directory: Path) -> Any:
 def use_chat_template(tokenizer: Any, template: str | None, *, options: Mapping[str, Any]) -> None:
     """Let ``tokenizer`` apply ``template`` (None: its own) with ``options`` from now on; a caller's options win.
 
-    Raises ConfigError for an option that the template does not name: it would change nothing. An option cannot be an
-    argument of ``apply_chat_template`` itself.
+    The options become a part of the template, so a saved tokenizer has them, too. Raises ConfigError for an option that
+    the template does not name: it would change nothing. An option cannot be an argument of ``apply_chat_template``.
     """
     if template is not None:
         tokenizer.chat_template = template
@@ -400,13 +399,19 @@ def use_chat_template(tokenizer: Any, template: str | None, *, options: Mapping[
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters
     text = str(tokenizer.chat_template)  # several templates are a mapping
     for name in options:
-        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", text):
+        if name in reserved or not name.isidentifier() or not re.search(rf"\b{re.escape(name)}\b", text):
             raise ConfigError(
                 f"data.chat_template_kwargs.{name} cannot be set",
                 why="hwrl sets it" if name in reserved else "the chat template never uses it, so it would do nothing",
                 fix="remove it, or correct its name",
             )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"  # Jinja drops this newline
+        for name, value in options.items()
+    )
+    own = tokenizer.chat_template
+    several = isinstance(own, dict)
+    tokenizer.chat_template = {name: defaults + one for name, one in own.items()} if several else defaults + own
 
 
 def _require_directory(directory: Path) -> None:

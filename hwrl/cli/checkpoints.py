@@ -183,14 +183,19 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     with hold_for_reading(info):
         verify_files(info, info.manifest.files)
         weights = read_tensors(info, prefix="model.")
-        adapter = read_extra(info)[0].get("adapter")
+        extra = read_extra(info)[0]
+        adapter, of_run = extra.get("adapter"), extra.get("export", {})
         if adapter is not None and not (isinstance(adapter, dict) and {"base", "config"} <= adapter.keys()):
             raise corrupt_error(info.path, f"{EXTRA_NAME} has an adapter that is none of hwrl's")
+        kinds = {"max_length": int | None, "chat_template": str | dict | None}
+        if not (isinstance(of_run, dict) and all(isinstance(of_run.get(key), kind) for key, kind in kinds.items())):
+            raise corrupt_error(info.path, f"{EXTRA_NAME} has settings of an export that are none of hwrl's")
     with _drafting(args.out) as draft:
         if adapter is None:
-            _write_model(args, weights, draft)
+            _write_model(args, weights, draft, max_length=of_run.get("max_length"))
         else:
             _write_adapter(args, weights, draft, base=adapter["base"], config=adapter["config"])
+        _write_tokenizer(args, draft, chat_template=of_run.get("chat_template"))
     what = "model" if adapter is None else "adapter"
     report = {"step": info.step, "out": str(args.out), "wrote": what}
     return report, [f"wrote the {what} of step {info.step} to {args.out}"], True
@@ -223,13 +228,15 @@ def _write_adapter(
         raise _not_the_model(args, why="the adapter was trained on other weights")
     dtype = _dtype(args)
     adapter = {named: weights[name].to(dtype) for name in weights if (named := adapter_name(name))}
-    save_adapter(directory, adapter, config=config, model_directory=args.model.absolute())
+    save_adapter(directory, adapter, config=config, model_directory=args.model)
 
 
-def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor], directory: Path) -> None:
-    from hwrl.models import build_model, load_tokenizer
+def _write_model(
+    args: argparse.Namespace, weights: dict[str, torch.Tensor], directory: Path, *, max_length: int | None
+) -> None:
+    from hwrl.models import build_model
 
-    model = build_model(args.model, dtype=_dtype(args))
+    model = build_model(args.model, dtype=_dtype(args), max_length=max_length)
     own = model.state_dict()
     wrong = sorted(
         name for name in own.keys() | weights.keys() if name not in own or own[name].shape != _shape(weights, name)
@@ -238,7 +245,14 @@ def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor], dir
         raise _not_the_model(args, why=f"{len(wrong)} names or shapes differ, among them {wrong[0]!r}")
     model.load_state_dict(weights)
     model.save_pretrained(directory)
-    load_tokenizer(args.model).save_pretrained(directory)
+
+
+def _write_tokenizer(args: argparse.Namespace, directory: Path, *, chat_template: Any) -> None:
+    from hwrl.models import load_tokenizer, use_chat_template
+
+    tokenizer = load_tokenizer(args.model)
+    use_chat_template(tokenizer, chat_template, options={})
+    tokenizer.save_pretrained(directory)
 
 
 def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:

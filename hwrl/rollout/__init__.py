@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_weights as require_weights
     from hwrl.rollout.data import DataKeys as DataKeys
     from hwrl.rollout.data import Prompt as Prompt
+    from hwrl.rollout.data import Prompts as Prompts
     from hwrl.rollout.data import check_prompts as check_prompts
-    from hwrl.rollout.data import check_vocabulary as check_vocabulary
-    from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
     from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.environments import TextEnvironment as TextEnvironment
@@ -137,13 +136,12 @@ _MODULE_OF = {
     "WorkflowSettings": "workflow",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
-    "check_vocabulary": "data",
     "decode_text": "chat",
     "digest_rows": "rows",
     "embedded_memory": "memory",
     "environment": "environments",
     "has_variance": "ledger",
-    "load_prompts": "data",
+    "Prompts": "data",
     "load_reward": "reward",
     "load_workflow": "workflow",
     "mixture": "prompt_order",
@@ -196,6 +194,7 @@ __all__ = [
     "PromptLedger",
     "PromptSet",
     "PromptStream",
+    "Prompts",
     "ReceivedModels",
     "RetryingReceiver",
     "Reward",
@@ -216,13 +215,11 @@ __all__ = [
     "WorkflowSettings",
     "cache_token_nbytes",
     "check_prompts",
-    "check_vocabulary",
     "decode_text",
     "digest_rows",
     "embedded_memory",
     "environment",
     "has_variance",
-    "load_prompts",
     "load_reward",
     "load_workflow",
     "mixture",

@@ -1,11 +1,11 @@
-"""The user's prompts, checked and tokenised once."""
+"""The user's prompts: the rows are checked when they are read, and tokenised when they are used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -56,38 +56,69 @@ class DataKeys:
         return {name: value for name, value in row.items() if name not in (self.prompt, self.answer, _LIMIT)}
 
 
-def load_prompts(
-    path: Path,
-    *,
-    encode: Encode,
-    max_prompt_tokens: int,
-    content: bytes | None = None,
-    keys: DataKeys = DataKeys(),
-    source: str = "",
-) -> list[Prompt]:
-    """Read every row of ``path``: a ``.jsonl`` or ``.parquet`` file, a directory from ``Dataset.save_to_disk``, or a
-    name on the hub (``hf:NAME?split=SPLIT``).
+class Prompts(Sequence[Prompt]):
+    """The prompts of the data set ``path``: a ``.jsonl`` or ``.parquet`` file, a directory from
+    ``Dataset.save_to_disk``, or a name on the hub (``hf:NAME?split=SPLIT``).
 
     A row has a prompt (a string or messages) and an answer (any value), in the columns that ``keys`` names. A column
     ``max_new_tokens`` is optional; it lowers the run's limit on a response. If ``content`` is given, it is used instead
-    of the file's bytes. ``source`` is the data set's name. Raises the errors of :func:`check_prompts`. Raises
-    DataError, with the row's place, if ``encode`` fails, or if a prompt has no token or more than
-    ``max_prompt_tokens``.
+    of the file's bytes. ``source`` is the data set's name. Raises the errors of :func:`check_prompts`.
+
+    A prompt is encoded at its first use. That raises DataError, with the row's place, if ``encode`` fails, or if the
+    prompt has no token, more than ``max_prompt_tokens``, or a token id of ``vocabulary`` or above.
     """
-    prompts = []
-    for place, row in read_rows(path, key="data.train or data.eval", content=content):
-        _check_row(row, keys, place=place)
-        text, token_ids = _encoded(row[keys.prompt], row.get("tools"), encode, place=place)
-        if not 1 <= len(token_ids) <= max_prompt_tokens:
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        encode: Encode,
+        max_prompt_tokens: int,
+        vocabulary: int | None = None,
+        content: bytes | None = None,
+        keys: DataKeys = DataKeys(),
+        source: str = "",
+    ) -> None:
+        self._encode, self._longest, self._vocabulary = encode, max_prompt_tokens, vocabulary
+        self._keys, self._source = keys, source
+        self._rows: list[tuple[str, dict[str, Any]] | Prompt] = []
+        for place, row in read_rows(path, key="data.train or data.eval", content=content):
+            _check_row(row, keys, place=place)
+            self._rows.append((place, row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        found = self._rows[index]
+        if not isinstance(found, Prompt):
+            found = self._rows[index] = self._encoded(*found)
+        return found
+
+    def _encoded(self, place: str, row: dict[str, Any]) -> Prompt:
+        prompt = row[self._keys.prompt]
+        text, token_ids = _encoded(prompt, row.get("tools"), self._encode, place=place)
+        if not 1 <= len(token_ids) <= self._longest:
             raise DataError(
                 f"{place} has a prompt of {len(token_ids)} tokens",
-                why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
+                why=f"1 to {self._longest} are allowed (data.max_prompt_tokens)",
                 fix=_FIX_LENGTH,
             )
-        messages = None if isinstance(row[keys.prompt], str) else row[keys.prompt]
-        others = keys.others(row)
-        prompts.append(Prompt(text, token_ids, row[keys.answer], row.get(_LIMIT), others, source, messages))
-    return prompts
+        if self._vocabulary is not None and token_ids.max() >= self._vocabulary:
+            raise DataError(
+                f"{place} has a token unknown to the model",
+                why=f"it is token {token_ids.max()}, and the model has {self._vocabulary} (vocab_size in config.json)",
+                fix="put the model's own tokenizer into model.path",
+            )
+        messages = None if isinstance(prompt, str) else prompt
+        others = self._keys.others(row)
+        return Prompt(text, token_ids, row[self._keys.answer], row.get(_LIMIT), others, self._source, messages)
 
 
 def check_prompts(
@@ -146,14 +177,3 @@ def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) 
             fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)
-
-
-def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) -> None:
-    """Raise DataError, with the row's number, if a prompt has a token id of ``vocabulary`` or above."""
-    for number, prompt in enumerate(prompts, start=1):
-        if prompt.token_ids.max() >= vocabulary:
-            raise DataError(
-                f"{path}, row {number} has a token unknown to the model",
-                why=f"it is token {prompt.token_ids.max()}, and the model has {vocabulary} (vocab_size in config.json)",
-                fix="put the model's own tokenizer into model.path",
-            )

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
 from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock
 from hwrl.checkpoint.format.manifest import hold_for_reading
 from hwrl.cli import main
-from hwrl.models import load_model
+from hwrl.models import build_model, load_model
 from hwrl.run.demo import write_demo
 from hwrl_cpu import INFO, CpuBackend
 
@@ -227,6 +227,26 @@ def test_export_is_loaded_by_transformers(tmp_path: Path, capsys: pytest.Capture
     assert AutoTokenizer.from_pretrained(out)("1 + 1") == AutoTokenizer.from_pretrained(source)("1 + 1")
 
 
+def test_an_export_rotates_and_talks_as_the_run_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_demo(tmp_path, seed=1, prompts=20)
+    source, home, out = tmp_path / "model", tmp_path / "checkpoints", tmp_path / "out"
+    path = source / "config.json"
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 16, "quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    of_run = {"max_length": 40, "chat_template": "{{ messages[0]['content'] }}"}
+    with _manager(home) as manager:
+        model = build_model(source, dtype=torch.float32, max_length=40)
+        manager.save(1, {"model": model.state_dict()}, extra={"export": of_run})
+        assert _run(capsys, "export", home, out, "--model", source)["step"] == 1
+    config = AutoConfig.from_pretrained(out)
+    assert not hasattr(config, "quantization_config")
+    assert (config.rope_parameters, config.max_position_embeddings) == (model.config.rope_parameters, 40)
+    assert config.rope_parameters["rope_theta"] > 1e4
+    talk = [{"role": "user", "content": "7"}]
+    assert AutoTokenizer.from_pretrained(out).apply_chat_template(talk, tokenize=False) == "7"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -264,6 +284,11 @@ def test_a_dtype_that_is_none_of_a_models_is_wrong_usage(
     ("name", "content", "text"),
     [
         ("extra.json", "[]", "extra.json cannot be read"),
+        (
+            "extra.json",
+            '{"all": {"export": {"max_length": "x"}}, "ranks": [{}]}',
+            "settings of an export that are none",
+        ),
         ("extra.json", '{"all": {"adapter": 5}, "ranks": [{}]}', "extra.json has an adapter that is none of hwrl's"),
         ("layout.json", None, "'model.weight' needs more than its"),
     ],

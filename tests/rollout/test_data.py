@@ -18,7 +18,7 @@ import torch
 from hwrl.errors import ConfigError, DataError
 from hwrl.models import load_tokenizer, use_chat_template
 from hwrl.rollout import ChatTokens, PromptSet, PromptStream
-from hwrl.rollout.data import Messages, Prompt, check_vocabulary, load_prompts
+from hwrl.rollout.data import Messages, Prompt, Prompts
 from hwrl.rollout.reward import load_reward, metrics_of
 from hwrl.run.demo import write_demo
 
@@ -29,7 +29,7 @@ def encode(prompt: str | Messages) -> tuple[str, list[int]]:
 
 
 def read(path: Path, *, longest: int = 10) -> list[Prompt]:
-    return load_prompts(path, encode=encode, max_prompt_tokens=longest)
+    return list(Prompts(path, encode=encode, max_prompt_tokens=longest))
 
 
 def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def encoded(path: Path, tokenizer: Any, *rows: dict[str, object]) -> list[tuple[
     pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
     files = [path.with_suffix(suffix) for suffix in (".jsonl", ".parquet")]
     encode = ChatTokens(tokenizer, end_ids=()).encode_prompt
-    read = [load_prompts(file, encode=encode, max_prompt_tokens=9) for file in files]
+    read = [Prompts(file, encode=encode, max_prompt_tokens=9) for file in files]
     one, other = [
         [(p.text, tokenizer.convert_ids_to_tokens(p.token_ids.tolist())) for p in prompts] for prompts in read
     ]
@@ -143,9 +143,26 @@ def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is
 def test_a_token_that_the_model_does_not_know_is_told_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "2 $", "answer": 1}\n{"prompt": "2 €", "answer": 1}\n', encoding="utf-8")
-    check_vocabulary(read(path), path=path, vocabulary=0x20AD)
-    with pytest.raises(DataError, match=r"row 2 has a token unknown to the model(.|\n)*8364(.|\n)*has 8364"):
-        check_vocabulary(read(path), path=path, vocabulary=0x20AC)
+    list(Prompts(path, encode=encode, max_prompt_tokens=9, vocabulary=0x20AD))
+    with pytest.raises(DataError, match=r"line 2 has a token unknown to the model(.|\n)*8364(.|\n)*has 8364"):
+        list(Prompts(path, encode=encode, max_prompt_tokens=9, vocabulary=0x20AC))
+
+
+def test_a_prompt_is_encoded_at_its_first_use_and_once(tmp_path: Path) -> None:
+    path, asked = tmp_path / "a.jsonl", list[str]()
+    path.write_text("".join(f'{{"prompt": "{number}", "answer": 1}}\n' for number in range(5)))
+
+    def noted(prompt: str | Messages) -> tuple[str, list[int]]:
+        asked.append(str(prompt))
+        return encode(prompt)
+
+    prompts = Prompts(path, encode=noted, max_prompt_tokens=9)
+    assert (len(prompts), asked) == (5, [])
+    assert prompts[3].token_ids.tolist() == [51]
+    assert [one.text for one in prompts[1:4]] == ["1", "2", "3"]
+    assert asked == ["3", "1", "2"]
+    with pytest.raises(IndexError):
+        prompts[5]
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
@@ -286,3 +303,6 @@ def test_a_runs_chat_template_and_its_options_are_the_tokenizers(
     for option, fault in (("enable_thinkin", "never uses it"), ("tools", "hwrl sets it"), ("tokenize", "hwrl sets it")):
         with pytest.raises(ConfigError, match=rf"chat_template_kwargs\.{option} cannot be set\n  why: .*{fault}"):
             use_chat_template(tokenizer, None, options={option: False})
+    tokenizer.save_pretrained(tmp_path / "exported")
+    exported = load_tokenizer(tmp_path / "exported")
+    assert exported.apply_chat_template(row["prompt"], tokenize=False) == "<bos>7", "an export has the options, too"

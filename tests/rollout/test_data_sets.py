@@ -16,7 +16,7 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.rollout import Curriculum, DataKeys, Prompt, PromptSet, PromptStream, check_prompts, digest_rows, mixture
-from hwrl.rollout.data import Messages, load_prompts
+from hwrl.rollout.data import Messages, Prompts
 from tests.support.sources import REPO
 
 ROWS = [{"question": f"{number}+1", "answer": str(number + 1), "level": number} for number in range(5)]
@@ -29,7 +29,7 @@ def encode(prompt: str | Messages) -> tuple[str, list[int]]:
 
 
 def read(path: Path) -> list[tuple[str, str, int]]:
-    prompts = load_prompts(path, encode=encode, max_prompt_tokens=9, keys=KEYS, source="sums")
+    prompts = Prompts(path, encode=encode, max_prompt_tokens=9, keys=KEYS, source="sums")
     assert {prompt.source for prompt in prompts} == {"sums"}
     return [(prompt.text, prompt.answer, prompt.row["level"]) for prompt in prompts]
 

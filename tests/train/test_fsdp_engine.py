@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.qwen3 import Qwen3PreTrainedModel
@@ -16,7 +18,8 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import CommAbortedError, DataError, EngineError
 from hwrl.interfaces import Batch, LossInputs
-from hwrl.models import build_model, load_model
+from hwrl.models import build_model, load_model, load_tokenizer
+from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss, UserLoss
 from tests.support.fsdp_training import (
@@ -30,6 +33,7 @@ from tests.support.fsdp_training import (
     train,
     without_padding,
 )
+from tests.support.packed_models import PACKED, random_model
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -146,6 +150,28 @@ def test_the_exported_model_is_what_transformers_loads(model_directory: Path, tm
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in engine.named_weights())
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("12>")["input_ids"] == [2, 4, 5, 13]
+
+
+def test_an_fp8_model_is_read_and_exported_without_its_quantization(tmp_path: Path) -> None:
+    random_model(PACKED["llama"]).save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, wanted = load_file(file), load_file(file)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        wanted[name] = tensors[name].float() * scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": fp8}))
+    engine = engine_on(tmp_path, None)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.named_weights())
+    write_demo(tmp_path / "demo", seed=1, prompts=16)
+    load_tokenizer(tmp_path / "demo" / "model").save_pretrained(tmp_path)
+    engine.export(tmp_path / "exported")
+    assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
+    exported = load_model(tmp_path / "exported", dtype=torch.float32)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.state_dict().items() if name in wanted)
 
 
 def test_a_directory_without_a_model_is_said(tmp_path: Path) -> None:

@@ -358,10 +358,12 @@ class RolloutActor:
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
             from hwrl.run.processes.build import build_rollouter
-            from hwrl.run.processes.prompts import evaluation_prompts
+            from hwrl.run.processes.prompts import EvaluationPrompts, run_tokenizer
 
+        is_first = replica_id.endswith("#0")  # of the run: one process checks all prompts
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
-            self._evaluation_prompts = evaluation_prompts(setup.config, setup.inputs)
+            tokenizer = run_tokenizer(setup.config, setup.inputs)
+            self._evaluation_prompts = EvaluationPrompts(setup.config, setup.inputs, tokenizer, check=is_first)
             self._rollouter = build_rollouter(
                 setup.config,
                 inputs=setup.inputs,
@@ -369,6 +371,8 @@ class RolloutActor:
                 seed=seed,
                 store_address=setup.store_address,
                 ledger=ReplicaLedger(ledger, replica_id=replica_id),
+                tokenizer=tokenizer,
+                check_prompts=is_first,
             )  # last, because it joins the weight link: from then on a sender waits for `run`
         return _report_devices(self._devices)
 
@@ -386,7 +390,7 @@ class RolloutActor:
         Returns None if the part is empty.
         """
         assert self._rollouter is not None, "set_up comes first"
-        prompts = self._evaluation_prompts[part::parts]
+        prompts = self._evaluation_prompts.part(part, parts)
         return self._rollouter.evaluate(prompts, alone=alone).result() if prompts else None
 
     def leave(self) -> None:

@@ -47,7 +47,7 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.prompts import run_tokenizer, training_prompts
+from hwrl.run.processes.prompts import training_prompts
 from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,
@@ -84,16 +84,26 @@ def prepare_process(*, threads: int, device: int = 0) -> None:
 
 
 def build_rollouter(
-    config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
+    config: Config,
+    *,
+    inputs: RunInputs,
+    replica: str,
+    seed: int,
+    store_address: str,
+    ledger: LedgerClient,
+    tokenizer: Any,
+    check_prompts: bool = False,
 ) -> Rollouter:
-    """Return a rollouter that waits for its first weights. It gets them from the trainer and reads no weight files."""
-    tokenizer = run_tokenizer(config, inputs)
+    """Return a rollouter that waits for its first weights. It gets them from the trainer and reads no weight files.
+
+    With ``check_prompts`` all training prompts are tokenised now; DataError for a bad one.
+    """
     with ExitStack() as cleanup:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         cleanup.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         cleanup.callback(engine.close)
-        prompts = training_prompts(config, inputs)
+        prompts = training_prompts(config, inputs, tokenizer, check=check_prompts)
         rewards.wait_until_ready()
         weights = build_updater(config, engine, store_address=store_address, replica=replica)
         rollouter = Rollouter(

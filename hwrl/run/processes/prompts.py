@@ -1,7 +1,7 @@
-"""Load the prompts of a run in the process of a replica: read, check, tokenise and order them.
+"""Load the prompts of a run in the process of a replica: read and order them.
 
-Each replica loads all prompts of the run. The ledger leases sequence numbers, and every replica finds the same prompt
-for a number.
+Each replica reads all rows of the run, and tokenises the prompts that it leases. The ledger leases sequence numbers,
+and every replica finds the same prompt for a number. The run's first process of a replica tokenises all, to check them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hwrl.models import load_tokenizer, use_chat_template, vocabulary_size
-from hwrl.rollout import ChatTokens, DataKeys, Prompt, PromptSet, PromptStream, check_vocabulary, load_prompts
+from hwrl.rollout import ChatTokens, DataKeys, Prompt, Prompts, PromptSet, PromptStream
 from hwrl.run.config import Config, DataSetConfig
 from hwrl.run.identity import CURRICULUM, EVAL, TEMPLATE, TRAIN, RunInputs, data_key
 from hwrl.user_code import load_function
@@ -27,35 +27,43 @@ def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
     return tokenizer
 
 
-def training_prompts(config: Config, inputs: RunInputs) -> PromptStream:
-    """Return the stream of prompts to train on."""
+def training_prompts(config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> PromptStream:
+    """Return the stream of prompts to train on. With ``check``, tokenise all now, and raise DataError for a bad one."""
+    loaded = [_load(config, inputs, tokenizer, key=TRAIN, data_set=one, check=check) for one in config.data.train_sets]
     sets = [
-        PromptSet(data_set.name, _load(config, inputs, key=TRAIN, data_set=data_set), data_set.weight)
-        for data_set in config.data.train_sets
+        PromptSet(one.name, prompts, one.weight) for one, prompts in zip(config.data.train_sets, loaded, strict=True)
     ]
     target = config.data.curriculum
     curriculum = None if target is None else load_function(target, key=CURRICULUM, source=inputs.source(CURRICULUM))
     return PromptStream(sets, seed=config.seed, curriculum=curriculum)
 
 
-def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the evaluation prompts of all sets, one set after another; an empty list without evaluation data."""
-    return [
-        prompt
-        for data_set in config.data.eval_sets
-        for prompt in _load(config, inputs, key=EVAL, data_set=data_set)[: config.eval.prompts]
-    ]
+class EvaluationPrompts:
+    """The evaluation prompts of all sets, one set after another; none without evaluation data."""
+
+    def __init__(self, config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> None:
+        sets = [_load(config, inputs, tokenizer, key=EVAL, data_set=one, check=check) for one in config.data.eval_sets]
+        self._places = [(one, row) for one in sets for row in range(len(one))[: config.eval.prompts]]
+
+    def part(self, part: int, parts: int) -> list[Prompt]:
+        """Return part number ``part`` of ``parts`` equal parts."""
+        return [prompts[row] for prompts, row in self._places[part::parts]]
 
 
-def _load(config: Config, inputs: RunInputs, *, key: str, data_set: DataSetConfig) -> list[Prompt]:
-    chat = ChatTokens(run_tokenizer(config, inputs), end_ids=(), max_length=config.data.max_prompt_tokens)
-    prompts = load_prompts(
+def _load(
+    config: Config, inputs: RunInputs, tokenizer: Any, *, key: str, data_set: DataSetConfig, check: bool
+) -> Prompts:
+    chat = ChatTokens(tokenizer, end_ids=(), max_length=config.data.max_prompt_tokens)
+    prompts = Prompts(
         data_set.path,
         content=inputs.read_data(data_key(key, data_set.name)),
         encode=chat.encode_prompt,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        vocabulary=vocabulary_size(config.model.path),
         keys=DataKeys(*config.data.keys_of(data_set)),
         source=data_set.name,
     )
-    check_vocabulary(prompts, path=data_set.path, vocabulary=vocabulary_size(config.model.path))
+    if check:
+        for _ in prompts:
+            pass
     return prompts

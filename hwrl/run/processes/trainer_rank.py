@@ -16,7 +16,6 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.files import make_directory
 from hwrl.interfaces import PromptGroup
-from hwrl.models import load_tokenizer
 from hwrl.rollout import decode_text
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
@@ -31,6 +30,7 @@ from hwrl.run.processes.build import (
     build_trainer,
     join_ranks,
 )
+from hwrl.run.processes.prompts import run_tokenizer
 from hwrl.run.processes.settings import compute_dtype
 from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
@@ -77,8 +77,7 @@ class TrainerRank:
         self._sent_between_steps: Metrics = {}
         self._further_versions = 0  # after the trainer's own
         self._profile = _profile_of(config) if rank == 0 else None
-        samples = rank == 0 and config.report.samples_per_step > 0
-        self._tokenizer = load_tokenizer(config.model.path) if samples else None
+        self._tokenizer = run_tokenizer(config, inputs) if rank == 0 else None
         self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
     # -- training and weights --------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class TrainerRank:
         return StepOutcome({**metrics, **summed}, samples)
 
     def _pick_samples(self, groups: Sequence[PromptGroup]) -> list[Sample]:
-        if self._tokenizer is None:
+        if self._tokenizer is None or not self._config.report.samples_per_step:
             return []
         return pick_samples(
             groups,
@@ -184,6 +183,7 @@ class TrainerRank:
                     "ledger": ledger,
                     "inputs": self._inputs.digests(),
                     "adapter": self._adapter(),
+                    "export": self._of_export(),
                 },
                 rank_extra={"rng": rng_state(get_backend())},
                 weight_version=self._trainer.version,
@@ -211,6 +211,13 @@ class TrainerRank:
         lora = self._config.model.lora
         return None if lora is None else {"base": self._engine.base, "config": lora.peft_config()}
 
+    def _of_export(self) -> dict[str, Any]:
+        """Return what an export needs from the run, beside the weights."""
+        data = self._config.data
+        changed = data.chat_template is not None or data.chat_template_kwargs
+        template = self._tokenizer.chat_template if changed and self._tokenizer is not None else None
+        return {"max_length": self._config.max_model_len, "chat_template": template}
+
     def _check_base(self, saved_adapter: dict[str, Any] | None) -> None:
         saved_base = None if saved_adapter is None else saved_adapter["base"]
         if saved_base != self._engine.base:
@@ -231,6 +238,8 @@ class TrainerRank:
                 path.unlink()  # transformers would write to its target
             with self._engine.on_device(optimizer=False):
                 self._engine.export(directory)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(directory)  # with the run's chat template
         except (OSError, SafetensorError) as exc:
             raise RunDirectoryError(
                 f"the trained model cannot be written to {directory}",

@@ -15,11 +15,12 @@ from hwrl.comm import serve_store, store_address
 from hwrl.errors import CommError
 from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
-from hwrl.rollout import INCARNATION, EmbeddedEngine, PromptLease
+from hwrl.rollout import INCARNATION, EmbeddedEngine, PromptLease, Rollouter
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
 from hwrl.run.processes.build import build_rollouter, prepare_process
+from hwrl.run.processes.prompts import run_tokenizer
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightSender
 
@@ -57,6 +58,14 @@ def memory_nbytes(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
+def built(config: Config, *, address: str, ledger: OnePrompt) -> Rollouter:
+    inputs = identify_inputs(config)
+    tokenizer = run_tokenizer(config, inputs)
+    return build_rollouter(
+        config, inputs=inputs, replica="r0", seed=1, store_address=address, ledger=ledger, tokenizer=tokenizer
+    )
+
+
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     """Receive two versions and generate a group; return the growth of peak memory, and the opened files."""
     build_model(config.model.path, dtype=torch.float32)  # imports first, so that they do not count
@@ -65,9 +74,7 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
     ledger = OnePrompt()
-    rollouter = build_rollouter(
-        config, inputs=identify_inputs(config), replica="r0", seed=1, store_address=address, ledger=ledger
-    )
+    rollouter = built(config, address=address, ledger=ledger)
     while not ledger.groups:
         rollouter.step()
     assert rollouter.engine.version == 2
@@ -85,9 +92,7 @@ def test_a_replica_that_cannot_join_the_link_leaves_no_process_and_no_open_engin
     monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
     config = load_config(write_demo(tmp_path, seed=1, prompts=16))
     with pytest.raises(CommError, match="no store"):
-        build_rollouter(
-            config, inputs=identify_inputs(config), replica="r0", seed=1, store_address="", ledger=OnePrompt()
-        )
+        built(config, address="", ledger=OnePrompt())
     assert len(closed) == 1
     assert "reward" not in [thread.name for thread in threading.enumerate()], "it ends with its processes"
 
