@@ -14,7 +14,7 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, environment, load_prompts, tool_use
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Prompts, environment, tool_use
 from tests.support.agents import ScriptedPolicy, ask, chatml_policy, served
 from tests.support.chat_models import STYLES, Style
 from tests.support.sources import REPO
@@ -134,7 +134,7 @@ def test_a_row_that_cannot_fit_is_refused_with_its_place_before_it_is_encoded(tm
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": prompt, "answer": 1}))
     with pytest.raises(DataError, match=r"rows.jsonl, line 1 has too long a prompt(.|\n)*10,000,0"):
-        load_prompts(file, encode=policy.chat.encode_prompt, max_prompt_tokens=50)
+        list(Prompts(file, encode=policy.chat.encode_prompt, max_prompt_tokens=50))
     assert not calls
 
 
@@ -192,7 +192,7 @@ def test_a_conversation_has_the_same_tokens_in_a_row_and_in_a_workflow(
     talk: Any = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": talk, "answer": 1}))
-    (row,) = load_prompts(file, encode=chat.encode_prompt, max_prompt_tokens=1000)
+    (row,) = Prompts(file, encode=chat.encode_prompt, max_prompt_tokens=1000)
     objects: Any = [
         {**one, "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1, "b": [True]}}}]}
         if "tool_calls" in one
