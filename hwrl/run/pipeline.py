@@ -155,6 +155,9 @@ class Pipeline:
             f"{self._fleet.describe()}, ready after {time.perf_counter() - self._started_s:.1f} s; "
             f"run directory {self._config.dir}; {next_step}"
         )
+        if self.step == 0 and self._config.eval.before_training:
+            self._begin_evaluation()
+            self._wait_for_evaluation()
         self._report.start_clock()
         self._rates.start_clock()
         self._has_begun = True

@@ -47,13 +47,18 @@ def assert_documented(found: set[str]) -> None:
 
 def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callable[..., Run]) -> None:
     goals = "goals={eval/exact: 1.01, eval/exat: 0.9}"
-    run = start("async_training.staleness_threshold=2", "train.profile_steps=[7,8]", goals)
+    run = start("async_training.staleness_threshold=2", "train.profile_steps=[7,8]", "eval.before_training=true", goals)
     assert run.wait() == 1, run.output()
     assert "goal missed: eval/exact" in run.output()
     said = "the goal 'eval/exat' is not the name of a metric so far; did you mean eval/exact?\n"
     assert run.output().count("is not the name of a metric") == 1 and said in run.output().partition("step 24/24")[0]
     assert_whole(run)
-    metrics = run.metrics()
+    untrained, *metrics = run.metrics()
+    assert (untrained["step"], untrained["time_s"], untrained["eval/version"]) == (
+        0,
+        0,
+        0,
+    ) and "eval/exact" in untrained
     keys = {"step", "time_s", "reward/mean", "staleness/mean", "weights/version", "actor/loss", "trainer/idle_ratio"}
     assert all(keys <= line.keys() for line in metrics)
     assert [line["weights/version"] for line in metrics] == list(range(1, 25))

@@ -14,7 +14,7 @@ import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
@@ -109,6 +109,7 @@ class EndpointServer:
                 EndpointError: _refuse,
                 HTTPException: self._refuse_path,
                 _UnknownTokenError: _refuse_stranger,
+                ClientDisconnect: _answer_nobody,
                 HwrlError: _report,
                 Exception: _report_unexpected,
             },
@@ -264,6 +265,11 @@ async def _refuse(request: Request, exc: Exception) -> HttpResponse:
 
 async def _refuse_stranger(request: Request, exc: Exception) -> HttpResponse:
     return HttpResponse(status_code=401)
+
+
+async def _answer_nobody(request: Request, exc: Exception) -> HttpResponse:
+    """Answer a client that has left before the end of its request: this is no fault, and nothing is logged."""
+    return HttpResponse(status_code=499)
 
 
 async def _report(request: Request, exc: Exception) -> HttpResponse:

@@ -159,6 +159,8 @@ class EvalConfig(Section):
 
     every_steps: NotNegative = 0
     """Training steps between two evaluations; 0: only one at the end. One that is due during another is left out."""
+    before_training: bool = False
+    """Also evaluate the starting model, as the metrics of step 0. Training begins after that."""
     prompts: Positive = 256
     """Maximum number of prompts of each set, from its beginning."""
     n: Positive = 1

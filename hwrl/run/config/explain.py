@@ -44,6 +44,7 @@ _SAME_AS = {
     "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval"),
     "checkpoint.max_ckpt_to_keep": ("save_total_limit", "max_actor_ckpt_to_keep", "keep_last"),
     "eval.every_steps": ("eval_steps", "test_freq", "eval_interval"),
+    "eval.before_training": ("val_before_train", "eval_on_start"),
     "algorithm.advantage": ("adv_estimator", "advantage_estimator", "algo"),
     "algorithm.loss": ("loss_type", "policy_loss", "loss_mode"),
     "algorithm.kl_coeff": ("kl_coef", "beta", "kl_loss_coef", "init_kl_coef", "kl_beta"),

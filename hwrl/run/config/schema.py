@@ -190,6 +190,8 @@ class Config(Section):
     def _evaluations_have_prompts(self) -> Config:
         if self.eval.every_steps and self.data.eval is None:
             raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval: prompts for evaluations")
+        if self.eval.before_training and self.data.eval is None:
+            raise ValueError("eval.before_training=true needs data.eval: prompts for evaluations")
         return self
 
     @model_validator(mode="after")

@@ -447,6 +447,25 @@ def test_the_request_of_a_client_that_leaves_is_dropped(stream: bool) -> None:
     agent()
 
 
+def test_a_client_that_leaves_before_the_end_of_its_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    @with_policy("Two.")
+    async def agent(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+        host, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+        for path in ("chat/completions", "completions"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.api_key}\r\n"
+            writer.write(f"{head}Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n".encode())
+            assert b" 100 " in await reader.readline(), "the body is being read"
+            writer.write(b"half of it")
+            await writer.drain()
+            writer.close()
+        assert (await chat(endpoint, [USER])).status == 200
+        assert len(endpoint.trajectories()) == 1
+
+    agent()
+    assert not caplog.records
+
+
 @with_policy("Two.")
 async def test_a_reader_that_does_not_read_delays_nobody(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
     policy.texts = ["x" * 60_000 + "<|im_end|>"]

@@ -117,6 +117,8 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["train.ranks=2", "train.context_parallel=2", "train.engine=megatron"])
     with pytest.raises(ConfigError, match=r"eval\.every_steps=5 needs data\.eval"):
         load_config(write(tmp_path, MINIMAL), ["eval.every_steps=5"])
+    with pytest.raises(ConfigError, match=r"eval\.before_training=true needs data\.eval"):
+        load_config(write(tmp_path, MINIMAL), ["eval.before_training=true"])
     with pytest.raises(ConfigError, match=r"also set free_cache_engine=true"):
         load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
 
