@@ -359,7 +359,7 @@ def _ledger(info: CheckpointInfo) -> dict[str, Any] | None:
 
 def _prompts(info: CheckpointInfo) -> str:
     """Return the number of prompts in each state, as text; empty without a ledger."""
-    from hwrl.rollout.ledger import count_prompts
+    from hwrl.rollout.ledger_state import count_prompts
 
     state = _ledger(info)
     if state is None:

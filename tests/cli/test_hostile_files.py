@@ -28,7 +28,7 @@ from hwrl.cli import main
 from hwrl.errors import ConfigError, DataError, HwrlError
 from hwrl.output import printable
 from hwrl.rollout import PromptLedger
-from hwrl.rollout.ledger import count_prompts
+from hwrl.rollout.ledger_state import count_prompts
 from hwrl.run.config import RUN_HEADER, dump_config, load_config
 from hwrl.run.report import RunReport
 from hwrl.run.report.page import build_page

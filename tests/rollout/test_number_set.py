@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwrl.rollout.ledger import from_ranges, to_ranges
+from hwrl.rollout.ledger_state import from_ranges, to_ranges
 from hwrl.rollout.number_set import NumberSet
 
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 _MAX_SHOWN = 100
 _MAX_LEAVES = 20
-_RENAMED = {"reward.threads": "reward.workers, which counts processes", "critic.kl_coef": "critic.kl_coeff"}
+RENAMED = {"reward.threads": "reward.workers, which counts processes", "critic.kl_coef": "critic.kl_coeff"}
 """Keys of earlier versions, each with the key that has replaced it."""
-_SAME_AS = {
+SAME_AS = {
     "optimizer.learning_rate": ("lr", "critic_lr"),
     "optimizer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clip_val"),
     "optimizer.betas": ("adam_beta1", "adam_beta2"),
@@ -92,8 +92,8 @@ def _mistake(error: Any, key: str, root: type[BaseModel]) -> str:
         return "it is a section, not a value" + (f"; did you mean {' or '.join(keys[:3])}?" if keys else "")
     if error["type"] == "extra_forbidden":
         leaves = islice(_leaves(key, error["input"]), _MAX_LEAVES) if isinstance(error["input"], dict) else [key]
-        likely = {leaf: _likely_keys(leaf, root=root) for leaf in leaves if leaf not in _RENAMED}
-        likely |= {key: [_RENAMED[key]]} if key in _RENAMED else {}
+        likely = {leaf: _likely_keys(leaf, root=root) for leaf in leaves if leaf not in RENAMED}
+        likely |= {key: [RENAMED[key]]} if key in RENAMED else {}
         hints = [
             f"{'' if leaf == key else f'for {leaf} '}did you mean {' or '.join(keys)}?"
             for leaf, keys in (likely if any(likely.values()) else {key: _likely_keys(key, root=root)}).items()
@@ -128,12 +128,12 @@ def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
     are none: the keys that other programs call so; or those with a similar last part, first in the same section; or
     the options of an engine.
     """
-    keys = _all_keys(root)
+    keys = all_keys(root)
     section, _, name = key.rpartition(".")
     moved = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     moved = moved or [
         f"{ours}.{name}" if ours.endswith("_options") else ours
-        for ours, theirs in _SAME_AS.items()
+        for ours, theirs in SAME_AS.items()
         if any(name == one or (len(one) > 4 and name.endswith(f"_{one}")) for one in theirs)
     ]
     if moved:
@@ -148,7 +148,7 @@ def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
     return [f"{section}.engine_options.{name}, for an engine of a plugin"] if section in ("rollout", "train") else []
 
 
-def _all_keys(root: type[BaseModel]) -> list[str]:
+def all_keys(root: type[BaseModel]) -> list[str]:
     """Return every key, such as ``train`` and ``train.steps``. A section comes before its keys."""
     keys = []
     for name, field in root.model_fields.items():
