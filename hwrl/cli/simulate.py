@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from hwrl.cli.arguments import count, local_path
 from hwrl.errors import manual
 from hwrl.lazy import large_imports
 
+_MOST_DEVICES = 100_000
+"""The time grows with their number: a simulation of so many takes seconds to minutes."""
 HELP = "tell throughput, idle time and staleness of a run on up to 10,000 devices, without them"
 
 
@@ -50,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
     workload = sim.assume(workload, args.assume)
     sources |= {word.partition("=")[0]: "--assume" for word in args.assume}
     rows: list[dict[str, float]] = []
+    tell = partial(print, file=sys.stderr)
     if not args.json:
         print(sim.table_head(beside_sync=args.beside_sync), flush=True)
     for devices in args.devices:
         size = sim.scaled(config, devices, steps=args.steps, fixed_batch=args.fixed_batch)
-        result = sim.simulate(size, workload, seed=args.seed)
-        baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed) if args.beside_sync else None
+        result = sim.simulate(size, workload, seed=args.seed, log=tell)
+        baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed, log=tell) if args.beside_sync else None
         rows.append(sim.result_of(result, baseline))
         if not args.json:
             print(sim.table_row(rows[-1]), flush=True)  # the next one may take minutes
@@ -67,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes(text: str) -> list[int]:
     sizes = [count(word) for word in text.split(",")]
-    if min(sizes) < 2:
-        raise argparse.ArgumentTypeError("a run needs 2 devices or more")
+    if min(sizes) < 2 or max(sizes) > _MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"a simulated run has 2 to {_MOST_DEVICES:,} devices")
     return sizes
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from hwrl.run.simulate.size import SimulatedSize
 from hwrl.run.simulate.workload import Workload
 from hwrl.run.throttle import Throttle
 
+_TELL_S = 10.0
 _STUCK_S = 3 * 86400.0
 """If this much simulated time passes without a new step, the run counts as stuck."""
 
@@ -55,10 +57,15 @@ class SimulatedRun:
     lost_steps: int
 
 
-def simulate(size: SimulatedSize, workload: Workload, *, seed: int = 0) -> SimulatedRun:
-    """Simulate a run to its last step. Raises an HwrlError if the real run would, such as for too many failures."""
+def simulate(
+    size: SimulatedSize, workload: Workload, *, seed: int = 0, log: Callable[[str], None] | None = None
+) -> SimulatedRun:
+    """Simulate a run to its last step. Raises an HwrlError if the real run would, such as for too many failures.
+
+    ``log`` gets a line about the progress now and then.
+    """
     with _no_garbage_collection():
-        return _Simulation(size, workload, seed=seed).run()
+        return _Simulation(size, workload, seed=seed).run(log)
 
 
 @contextlib.contextmanager
@@ -114,7 +121,8 @@ class _Simulation:
         self._batch: list[PromptGroup] = []
         self._is_serving = False  # a transfer to new replicas is in progress
 
-    def run(self) -> SimulatedRun:
+    def run(self, log: Callable[[str], None] | None) -> SimulatedRun:
+        told_s = time.monotonic()
         for _ in range(self._config.rollout.replicas):
             self._fleet.add()
         self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
@@ -125,6 +133,9 @@ class _Simulation:
         while len(self._lines) < self._config.train.steps:
             if not self._events.run_next() or self._events.now_s - self._progress_s > _STUCK_S:
                 raise self._stuck()
+            if log is not None and time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                log(f"{self._size.devices:,} devices: step {len(self._lines)} of {self._config.train.steps}")
         return SimulatedRun(
             self._size,
             self._lines,
