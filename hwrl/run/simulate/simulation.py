@@ -35,7 +35,7 @@ from hwrl.run.simulate.size import SimulatedSize
 from hwrl.run.simulate.workload import Workload
 from hwrl.run.throttle import Throttle
 
-_TELL_S = 10.0
+TELL_S = 10.0
 _STUCK_S = 3 * 86400.0
 """If this much simulated time passes without a new step, the run counts as stuck."""
 
@@ -133,7 +133,7 @@ class _Simulation:
         while len(self._lines) < self._config.train.steps:
             if not self._events.run_next() or self._events.now_s - self._progress_s > _STUCK_S:
                 raise self._stuck()
-            if log is not None and time.monotonic() - told_s > _TELL_S:
+            if log is not None and time.monotonic() - told_s > TELL_S:
                 told_s = time.monotonic()
                 log(f"{self._size.devices:,} devices: step {len(self._lines)} of {self._config.train.steps}")
         return SimulatedRun(

@@ -405,7 +405,7 @@ def test_an_impossible_assumption_is_refused(word: str) -> None:
 def test_a_long_simulation_tells_its_progress_and_a_too_large_one_is_refused(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hwrl.run.simulate.simulation._TELL_S", 0.0)
+    monkeypatch.setattr("hwrl.run.simulate.simulation.TELL_S", 0.0)
     assert main(["simulate", str(config_file), "--devices", "4", "--steps", "4"]) == 0
     assert "4 devices: step 3 of 4\n" in capsys.readouterr().err
     for words in (["--devices=1048576"], ["--devices=8", "--seed=-1"], ["--devices=1"]):
