@@ -38,11 +38,12 @@ def _first_call(text: str) -> tuple[ToolCall | None, str]:
     text = text.lstrip()
     try:
         call, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
+        is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+        arguments = call.get("arguments", {}) if is_call else None
+        written = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):  # what can just be read may be too deep to be written
         return None, text
     rest = text[end:].lstrip()
-    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
-    arguments = call.get("arguments", {}) if is_call else None
     if not isinstance(arguments, dict) or not rest.startswith(_END):
         return None, text
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)), rest.removeprefix(_END)
+    return ToolCall(call["name"], written), rest.removeprefix(_END)

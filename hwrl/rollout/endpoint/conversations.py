@@ -129,7 +129,14 @@ def _meaning(message: Mapping[str, Any]) -> Sequence[Any]:
     if role != "assistant":
         return [role, text, message.get("name")]
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return [role, text.strip(), [[one.get("name"), arguments_object(one.get("arguments"))] for one in functions]]
+    return [role, text.strip(), [[one.get("name"), _meaning_of_arguments(one.get("arguments"))] for one in functions]]
+
+
+def _meaning_of_arguments(arguments: Any) -> str:
+    try:
+        return json.dumps(arguments_object(arguments), sort_keys=True)
+    except (ValueError, RecursionError):  # what can just be read may be too deep to be written
+        return str(arguments)
 
 
 def _json(value: Any) -> bytes:
