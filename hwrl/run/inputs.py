@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.first_import import LIMIT_S, try_in_child
 from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
 
@@ -27,25 +28,15 @@ def check_inputs(config: Config) -> None:
     transformers renames and merges tensors while loading, so the names in the files are not enough. Checks that need
     the tokenizer also happen later, in the processes.
 
-    Loading a function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise as well, unless the run
-    joins a cluster (``RAY_ADDRESS``).
+    Users' code runs for the first time in a child process. Loading a plugin runs its module. A plugin's
+    ``hwrl_check_engine`` may raise as well, unless the run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
     _check_template(config.data.chat_template_file)
-    reward = config.reward.function
-    columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
+    columns = try_in_child(_use_functions, config, limit_s=min(LIMIT_S, config.timeouts.start_s))
     for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
         for data_set in sets:
             check_prompts(data_set.path, key=key, keys=DataKeys(*config.data.keys_of(data_set)), columns=columns)
-    if config.data.curriculum is not None:
-        load_function(config.data.curriculum, key="data.curriculum")
-    if config.rollout.workflow is not None:
-        load_function(config.rollout.workflow, key="rollout.workflow")
-    for key, target in config.rollout.workflow_functions.items():
-        load_function(target, key=key)
-    for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
-        if ":" in target:
-            load_function(target, key=key)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:
@@ -54,9 +45,38 @@ def check_inputs(config: Config) -> None:
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+
+
+def _use_functions(step: Callable[[str], None], config: Config) -> frozenset[str]:
+    """Load every function of the user, make the trackers and the workflow; return the columns that the reward needs.
+
+    On a cluster no workflow is made, because this machine may lack what it needs.
+    """
+    columns: frozenset[str] = frozenset()
+    if config.reward.function is not None:
+        step(f"reward.function={config.reward.function}")
+        columns = RewardFunction(load_reward(config.reward.function)).columns.required
+    functions = {"data.curriculum": config.data.curriculum, "rollout.workflow": config.rollout.workflow}
+    functions |= {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
+    for key, target in {**functions, **config.rollout.workflow_functions}.items():
+        if target is not None and ":" in target:  # else it is built in
+            step(f"{key}={target}")
+            load_function(target, key=key)
     for name in config.report.trackers:
         if name != TENSORBOARD:
+            step(f"report.trackers={name}")
             make_tracker(config, name)
+    if config.rollout.workflow is not None and is_local():
+        from hwrl.models import load_tokenizer, use_chat_template  # it imports torch
+        from hwrl.rollout import load_workflow
+
+        step(f"rollout.workflow={config.rollout.workflow}")
+        tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
+        if config.data.chat_template_file is not None:
+            template = config.data.chat_template_file.read_text(encoding="utf-8")
+        use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
+        load_workflow(config.rollout.workflow, config.rollout.workflow_options, tokenizer=tokenizer)
+    return columns
 
 
 def sampling_warning(config: Config) -> str | None:

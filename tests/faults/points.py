@@ -15,6 +15,8 @@ LIMIT_S, SLOW_LIMIT_S = 300.0, 400.0
 """Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits. A run
 needs 20 s on an idle machine, 120 s until it is ready on a busy one; one that hangs is noticed by its silence.
 """
+BUSY_LIMIT_S = 1200.0
+"""For a point that is about no limit: it may run beside anything."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
 """Phases with a log line of the run. The others have gates."""
 
@@ -32,7 +34,9 @@ class Injection:
 class Point:
     """One run, its faults, and its permitted ``ends``: done, error, interrupted, killed.
 
-    ``words`` are settings; ``reward`` names a function in ``rewards.py``.
+    ``words`` are settings; ``reward`` names a function in ``rewards.py``. ``steps`` is the number of training steps.
+    If the point ``saves``, the run saves all finished steps at its end. In a point that ``evaluates``, an evaluation of
+    1,000 prompts begins in the middle, and training keeps at least 0.7 of its speed beside it.
     """
 
     name: str
@@ -41,6 +45,9 @@ class Point:
     words: tuple[str, ...] = ()
     reward: str = "plain"
     limit_s: float = LIMIT_S
+    steps: int = 6
+    saves: bool = False
+    evaluates: bool = False
 
     @property
     def is_quick(self) -> bool:
@@ -66,7 +73,8 @@ class Point:
     def labels(self) -> frozenset[str]:
         """Its kinds of faults and its victims."""
         acts = [act for injection in self.injections for act in injection.acts]
-        kinds = {"filter" if self.filters else "reward"} if self.reward != "plain" else set()
+        kinds = {"finished-work"} if self.saves or self.evaluates else set()
+        kinds |= {"filter" if self.filters else "reward"} if self.reward != "plain" else set()
         victims = {"helper" if act.victim in HELPERS else act.victim for act in acts}
         return frozenset(kinds | {act.kind for act in acts} | victims)
 
@@ -365,6 +373,40 @@ def _of_the_machine() -> list[Point]:
     ]
 
 
+def _finished_work() -> list[Point]:
+    error = frozenset({"error"})
+    patient = ("timeouts.start_s=600", "timeouts.heartbeat_s=60", "timeouts.trainer_s=600")
+    late = ("checkpoint.save_every_steps=50", "eval.every_steps=0", *patient)
+    loss = ("algorithm.loss=tests.faults.rewards:loss_fails_once", *UNSAVED, *patient)
+    two_ranks = (*loss, *TWO_RANKS)
+    killed = (at("judging", Send("KILL", "ledger"), nth=JUDGED),)
+    beside = ("eval.every_steps=60", "eval.prompts=1000", *UNSAVED, *patient)
+    return [
+        Point(
+            "prompt-fails-after-40-steps",
+            error,
+            words=late,
+            reward="raises_after_160",
+            steps=50,
+            limit_s=BUSY_LIMIT_S,
+            saves=True,
+        ),
+        Point("loss-fails-unsaved", error, words=loss, limit_s=BUSY_LIMIT_S, saves=True),
+        Point("loss-fails-on-one-rank-unsaved", error, words=two_ranks, limit_s=BUSY_LIMIT_S, saves=True),
+        Point(
+            "kill-ledger-judging-unsaved", error, killed, words=(*UNSAVED, *patient), limit_s=BUSY_LIMIT_S, saves=True
+        ),
+        Point(
+            "evaluation-of-1000-prompts",
+            frozenset({"done"}),
+            words=beside,
+            steps=300,
+            limit_s=BUSY_LIMIT_S,
+            evaluates=True,
+        ),
+    ]
+
+
 POINTS = [
     *_kills_of_driver(),
     *_kills_of_workers(),
@@ -377,6 +419,7 @@ POINTS = [
     *_filters(),
     *_workflows(),
     *_of_the_machine(),
+    *_finished_work(),
 ]
 """Every point. The number in a report is the place in this list."""
 

@@ -13,6 +13,7 @@ import time
 import zlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hwrl.run.demo import sort_reward
 from tests.faults.phases import VARIABLE, pass_gate
@@ -94,6 +95,20 @@ def raises_on_evaluation(prompt: str, response: str, answer: str) -> Metrics:
     if prompt in _evaluation():
         raise ValueError("no evaluation prompt is scored")
     return plain(prompt, response, answer)
+
+
+def raises_after_160(prompt: str, response: str, answer: str) -> Metrics:
+    """Raise from the 161st call on: forty steps of four responses each."""
+    if _count("called") > 160:
+        raise ValueError("no response is scored any longer")
+    return plain(prompt, response, answer)
+
+
+def loss_fails_once(inputs: Any) -> tuple[Any, dict[str, Any]]:
+    """A policy gradient loss, whose fifth call or a later one raises once in a run and its continuation."""
+    if _count("losses") > 8 and _is_first("loss"):
+        raise ValueError("the loss of a test")
+    return -inputs.advantages * inputs.logprobs, {}
 
 
 def exits_sometimes(prompt: str, response: str, answer: str) -> Metrics:

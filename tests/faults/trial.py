@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
 from transformers.utils import logging
 
 from hwrl.run.demo import write_demo
+from hwrl.run.report import read_metrics
 from tests.faults.acts import MACHINE_FILE, Scene, build_machine_library, set_machine
 from tests.faults.phases import VARIABLE
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
@@ -24,10 +27,9 @@ from tests.faults.run_checks import FellError, check_accounts, name_end, require
 from tests.support.train_run import Run
 
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH, MAX_STALENESS = 6, 2, 1
+BATCH, MAX_STALENESS = 2, 1
 SETTINGS: dict[str, object] = {
     "goals": "{}",
-    "train.steps": STEPS,
     "train.batch_groups": BATCH,
     "rollout.n": 2,
     "rollout.max_running": 8,
@@ -103,11 +105,15 @@ class _Trial:
         self._runs: list[Run] = []
         self._memory: set[Path] = set()
         self._scene: Scene | None = None
+        self.notes: list[str] = []
         shutil.copytree(_template(), work, dirs_exist_ok=True)
         config = work / "config.yaml"
         config.write_text(config.read_text().replace(str(_template()), str(work)))
         shutil.copy(Path(__file__).with_name("rewards.py"), work / "reward.py")
         (work / "t").mkdir()
+        if point.evaluates:
+            rows = (work / "eval.jsonl").read_text().splitlines(keepends=True)
+            (work / "eval.jsonl").write_text("".join(islice(cycle(rows), 1000)))
         _write_plugin(work / "plugin")
 
     def run(self) -> str:
@@ -131,20 +137,46 @@ class _Trial:
         sentences = [f"{end} after {ended_s - began_s:.0f} s"]
         if end != "done":
             self._continue(scene)
+            if self._point.saves:
+                self._check_saved(first)
             sentences.append(f"continued in {time.monotonic() - ended_s:.0f} s")
         require("; weights travel by " in self._runs[-1].output(), "the log does not say what the run consists of")
         check_accounts(
             self._runs[-1].directory,
-            steps=STEPS,
+            steps=self._point.steps,
             batch=BATCH,
             max_staleness=MAX_STALENESS,
             settled=["sequence_numbers", *(["filtered", "failed"] if self._point.filters else [])],
         )
+        if self._point.evaluates:
+            self._check_speed()
+        sentences += self.notes
         self._check_processes(first, ended_s, limit_s=LEFT_BY_A_KILL_S if alone else LEFT_S)
         sentences.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
         self._check_processes(self._runs[-1], time.monotonic(), limit_s=LEFT_S)
         self._check_files()
         return ", ".join(sentences)
+
+    def _check_saved(self, first: Run) -> None:
+        """Check that the run saved all steps that its log has, and that its continuation begins after them."""
+        saved = re.search(r"then step (\d+) was saved in", first.output())
+        require(saved is not None, "the error does not say what was saved")
+        assert saved is not None
+        require(f"resumed after step {saved[1]}" in self._runs[-1].output(), "it did not resume after the saved step")
+        last = max([int(step) for step in re.findall(r"^step (\d+)/", first.output(), re.MULTILINE)], default=0)
+        require(int(saved[1]) >= last, f"step {last} was trained, and step {saved[1]} was saved")
+        self.notes.append(f"all {saved[1]} steps were saved")
+
+    def _check_speed(self) -> None:
+        """Check that steps beside the evaluation take at most 1 / 0.7 of the time of those before it."""
+        times = [line["time_s"] for line in read_metrics(self._runs[-1].directory)]
+        evaluated = [line["step"] for line in read_metrics(self._runs[-1].directory) if "eval/version" in line]
+        first, last = 60, int(evaluated[0])
+        require(last - first >= 20, f"the evaluation was over after {last - first} steps: no measurement")
+        before = (times[first - 1] - times[9]) / (first - 10)
+        beside = (times[last - 1] - times[first - 1]) / (last - first)
+        self.notes.append(f"beside the evaluation ({last - first} steps) {before / beside:.2f} of the speed before it")
+        require(before / beside >= 0.7, self.notes[-1])
 
     def output(self) -> str:
         """Return the output of the runs."""
@@ -167,9 +199,8 @@ class _Trial:
         if self._point.labels & {"clock", "slow-disk"}:
             set_machine(self.work / MACHINE_FILE)
             env |= {"LD_PRELOAD": str(_machine_library()), "HWRL_FAULT_MACHINE": str(self.work / MACHINE_FILE)}
-        self._runs.append(
-            Run(self.work, *(f"{key}={value}" for key, value in SETTINGS.items()), function, *words, log=log, **env)
-        )
+        settings = [f"{key}={value}" for key, value in SETTINGS.items()] + [f"train.steps={self._point.steps}"]
+        self._runs.append(Run(self.work, *settings, function, *words, log=log, **env))
         return self._runs[-1]
 
     def _wait_for_phase(self, injection: Injection, number: int, watch: _Watch) -> None:
