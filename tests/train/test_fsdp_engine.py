@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 from transformers.models.qwen3 import Qwen3PreTrainedModel
 
 from hwrl.checkpoint import CheckpointManager
@@ -33,7 +33,7 @@ from tests.support.fsdp_training import (
     train,
     without_padding,
 )
-from tests.support.packed_models import PACKED, random_model
+from tests.support.packed_models import PACKED, SIZES, random_model
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -172,6 +172,28 @@ def test_an_fp8_model_is_read_and_exported_without_its_quantization(tmp_path: Pa
     assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
     exported = load_model(tmp_path / "exported", dtype=torch.float32)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.state_dict().items() if name in wanted)
+
+
+def test_experts_of_four_bits_are_read_as_plain_ones(tmp_path: Path) -> None:
+    """GPT-OSS is published in MXFP4: blocks of 32 numbers with one scale."""
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 64}
+    random_model(GptOssConfig(**sizes, num_local_experts=4)).save_pretrained(tmp_path)
+    file, config, wanted = tmp_path / "model.safetensors", tmp_path / "config.json", dict[str, torch.Tensor]()
+    tensors = load_file(file)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 128, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        pairs = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1).flatten(-2)
+        wanted[name] = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(2).transpose(1, 2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    changes = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    found = dict(engine_on(tmp_path, None).named_weights())
+    assert wanted and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_directory_without_a_model_is_said(tmp_path: Path) -> None:

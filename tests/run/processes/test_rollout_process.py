@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import CommError
+from hwrl.errors import CommError, ConfigError, DataError
 from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
 from hwrl.rollout import INCARNATION, EmbeddedEngine, PromptLease, Rollouter
@@ -20,7 +20,7 @@ from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
 from hwrl.run.processes.build import build_rollouter, prepare_process
-from hwrl.run.processes.prompts import run_tokenizer
+from hwrl.run.processes.prompts import run_tokenizer, training_prompts
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightSender
 
@@ -79,6 +79,25 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
         rollouter.step()
     assert rollouter.engine.version == 2
     return memory_nbytes("VmHWM") - before_nbytes, opened
+
+
+def test_the_first_replica_checks_all_prompts_and_the_others_those_that_they_get(tmp_path: Path) -> None:
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), ["data.max_prompt_tokens=4"])
+    inputs = identify_inputs(config)
+    tokenizer = run_tokenizer(config, inputs)
+    with pytest.raises(DataError, match=r"line \d+ has a prompt of \d tokens"):
+        training_prompts(config, inputs, tokenizer, check=True)
+    stream = training_prompts(config, inputs, tokenizer)
+    with pytest.raises(DataError, match=r"line \d+ has a prompt of \d tokens"):
+        for number in range(16):
+            assert len(stream[number].token_ids) <= 4
+
+
+def test_an_end_of_sequence_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16))
+    (config.model.path / "generation_config.json").write_text('{"eos_token_id": [1, 999]}')
+    with pytest.raises(ConfigError, match=r"token 999 ends a response, and the model has \d+ tokens \(vocab_size"):
+        built(config, address="", ledger=OnePrompt())
 
 
 def test_a_replica_that_cannot_join_the_link_leaves_no_process_and_no_open_engine(
