@@ -36,7 +36,10 @@ from hwrl.run.simulate import Workload, calibrate, read_run
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.run_files import event_of, sample_of, step_line, write_lines
 
-SEEDS = [pytest.param(range(40), id="40 seeds"), pytest.param(range(40, 400), id="360 more", marks=pytest.mark.extended)]
+SEEDS = [
+    pytest.param(range(40), id="40 seeds"),
+    pytest.param(range(40, 400), id="360 more", marks=pytest.mark.extended),
+]
 DEEP = "[" * 100_000 + "]" * 100_000
 VALUES: list[Any] = [
     *(None, True, False, "", "x", "\x1b[2J\x9b\u202e", "\ud800", "a\0b", [], {}, [[]], {"": {}}, [None], -1, 0, 1, 2),
