@@ -102,6 +102,7 @@ def test_transformers(kind: str, part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: ci/stack trl")
+@pytest.mark.filterwarnings("default")  # TRL's own
 @pytest.mark.parametrize(("kind", "part"), CASES)
 def test_grpo(kind: str, part: str, tmp_path: Path) -> None:
     require_unchanged(trainer_of_trl, kind, part, tmp_path)

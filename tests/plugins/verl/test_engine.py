@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # verl gives all parameters to one optimizer, and torch's Muon takes matrices only
 
 
+@pytest.mark.timeout(1800)  # three times two workers on Ray
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
