@@ -21,6 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
 FILTERING = [point for point in POINTS if point.filters]
 OF_MACHINE = [point for point in POINTS if point.of_machine]
+FINISHED = [point for point in POINTS if "finished-work" in point.labels]
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
@@ -56,7 +57,8 @@ AT_ONCE = [
 
 
 def _case(point: Point) -> Any:
-    marks = [pytest.mark.extended] if point.name in MET_ELSEWHERE or point.of_machine else []
+    extended = point.name in MET_ELSEWHERE or point.of_machine or point in FINISHED
+    marks = [pytest.mark.extended] if extended else []
     if "out-of-memory" in point.labels:
         marks.append(
             pytest.mark.skipif(
@@ -78,7 +80,7 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
-    assert labels([*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]) >= labels(POINTS) - {"everything"}
+    assert labels([*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE, *FINISHED]) >= labels(POINTS) - {"everything"}
     assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *AT_ONCE, *FILTERING]}
 
 
@@ -88,7 +90,7 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 
 @pytest.mark.long(50)
-@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE]])
+@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE, *FINISHED]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)
