@@ -13,6 +13,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,17 +63,17 @@ def forged(tree: Any, chance: random.Random) -> Any:
                 if isinstance(node[key], dict | list):
                     waiting.append(node[key])
         if not places:
-            return chance.choice(VALUES)
+            return deepcopy(chance.choice(VALUES))
         node, key = chance.choice(places)
         match chance.randrange(6):
             case 0:
                 del node[key]
             case 1 if isinstance(node, dict):
-                node[chance.choice(["x", "", "step", "\x1b[2J", "../x", "time_s"])] = chance.choice(VALUES)
+                node[chance.choice(["x", "", "step", "\x1b[2J", "../x", "time_s"])] = deepcopy(chance.choice(VALUES))
             case 1:
-                node.append(chance.choice(VALUES))
+                node.append(deepcopy(chance.choice(VALUES)))
             case _:
-                node[key] = chance.choice(VALUES)
+                node[key] = deepcopy(chance.choice(VALUES))
     return tree
 
 
