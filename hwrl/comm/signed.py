@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from hwrl.errors import CommError, CommTimeoutError
@@ -48,11 +49,6 @@ class KeyedAddress(NamedTuple):
         with contextlib.suppress(ValueError):  # a name
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the store has no key."""
-        return self.key == _OPEN
 
     @property
     def place(self) -> str:
@@ -94,35 +90,24 @@ def require_key(listener: socket.socket, key: str) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, any_peer + option)
 
 
-def new_key(random: str, host: str) -> str:
-    """Return ``random`` as the key of a new store on the address ``host``, or "open" if :func:`why_open` has a reason.
+def new_key(random: str, host: str, warn: Callable[[str], object]) -> str:
+    """Return ``random`` as the key of a new store on the address ``host``, or "open", with the reason to ``warn``.
 
-    Each reason is logged once in a process, as a warning.
-    """
-    reason = why_open(host)
-    if reason is None:
-        return random
-    warn_once(reason)
-    return _OPEN
-
-
-def why_open(host: str) -> str | None:
-    """Return why a store on the address ``host`` has no key, and what follows; None if it has one.
-
-    Without a key any process that can connect is a member. The user accepts that by HWRL_OPEN_STORE=1. If the kernel
-    cannot sign packets, it holds for a store on the loopback interface: its strangers are other users of this machine.
-    Raises CommError for a store that other machines reach.
+    A store is open if the user accepts that. If the kernel cannot sign packets, it is open on the loopback interface,
+    where its strangers are other users of this machine; for a store that other machines reach this raises CommError.
     """
     if os.environ.get(_OPEN_VARIABLE) == "1":
-        return (
+        warn(
             f"{_OPEN_VARIABLE}=1: stores have no key, so any process that can connect to this machine can join, change "
             "and end the run"
         )
+        return _OPEN
     why = why_unsigned()
     if why is None:
-        return None
+        return random
     if KeyedAddress(host, 0, _OPEN).is_loopback:
-        return f"{why}, so the store has no key: any user of this machine can join, change and end the run"
+        warn(f"{why}, so the store has no key: any user of this machine can join, change and end the run")
+        return _OPEN
     raise CommError(
         f"cannot serve a store on {host} closed to strangers",
         why=why,

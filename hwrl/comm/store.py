@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore as _PrefixStore
 from torch._C._distributed_c10d import Store, TCPStore
 
 from hwrl.comm.dialer import Dialer, Peer
-from hwrl.comm.signed import KeyedAddress, new_key, require_key, why_open
+from hwrl.comm.signed import KeyedAddress, new_key, require_key, warn_once
 from hwrl.comm.sockets import reachable_host
 from hwrl.errors import CommError, PeerLostError, first_line
 
@@ -54,7 +54,9 @@ def keep_store(store: Store, *, user: object) -> None:
     weakref.finalize(user, id, store).atexit = False
 
 
-def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
+def serve_store(
+    host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0, warn: Callable[[str], object] = warn_once
+) -> TCPStore:
     """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
     Senders, receivers, groups and connections that this process makes of it keep it alive; its address does not.
@@ -63,12 +65,12 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
     that is not signed with it (docs/security.md). The store listens only on the address of ``host`` at ``port``, 0 for
     a free one. "0.0.0.0" means every IPv4 interface; the store's address then has one of them. ``timeout_s`` bounds
     blocking calls of the store. Raises CommError if the port is taken, or ``host`` is not an address of this machine.
-    Where the kernel cannot sign packets, a store on the loopback interface has no key, with a warning, and one on
-    another interface raises CommError.
+    Where the kernel cannot sign packets, a store on the loopback interface has no key, and one on another interface
+    raises CommError. ``warn`` gets a line that says why a store has no key; by default it is logged, once in a process.
     """
     listener = _bind(host, port)
     try:
-        key = new_key(secrets.token_urlsafe(32), listener.getsockname()[0])
+        key = new_key(secrets.token_urlsafe(32), listener.getsockname()[0], warn)
         require_key(listener, key)
         listener.listen(_BACKLOG)
     except (OSError, CommError) as exc:
@@ -195,12 +197,6 @@ def is_on_loopback(store: Store) -> bool:
     """Return whether ``store`` is served on a loopback address: then all processes that use it are on this machine."""
     dialer = _dialer_of(store)
     return dialer is not None and dialer.address.is_loopback
-
-
-def open_warning(store: Store) -> str | None:
-    """Return a warning for the run's log if ``store`` of :func:`serve_store` has no key, else None."""
-    dialer = _dialer_of(store)
-    return why_open(dialer.address.host) if dialer is not None and dialer.address.is_open else None
 
 
 def _dialer_of(store: Store) -> Dialer | None:

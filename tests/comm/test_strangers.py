@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import resource
 import secrets
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwrl.comm import Comm, PrefixStore, await_keys, connect_store, open_warning, serve_store, signed, store_address
+from hwrl.comm import Comm, PrefixStore, await_keys, connect_store, serve_store, signed, store_address
 from hwrl.comm.signed import KeyedAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
 from hwrl.testing.processes import run_processes
@@ -70,7 +75,6 @@ def test_another_user_neither_reads_nor_writes() -> None:
 @signed_only
 def test_a_process_of_another_run_is_refused() -> None:
     store, other = serve_store(), serve_store()
-    assert open_warning(store) is None
     place, key = store_address(store).split("#")[0], store_address(other).split("#")[1]
     with pytest.raises(CommTimeoutError, match=rf"no store answers at {place}[\s\S]*it has another key") as refused:
         connect_store(f"{place}#{key}", timeout_s=0.2)
@@ -154,11 +158,51 @@ def test_without_signatures_a_store_on_the_loopback_is_open_and_another_is_refus
                 serve_store("0.0.0.0")
         store, _ = serve_store(), serve_store("127.0.0.3")
         text = "HWRL_OPEN_STORE=1: stores have no key" if accepted else "cannot sign packets"
-        assert caplog.text.count(text) == 1 and text in str(open_warning(store))
+        assert caplog.text.count(text) == 1
+        told: list[str] = []
+        serve_store(warn=told.append)
+        assert len(told) == 1 and text in told[0]
         connect_store(store_address(store)).set("key", "value")
         assert store.get("key") == b"value"
     finally:
         signed.why_unsigned.cache_clear()
+
+
+_UNSIGNED = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+int setsockopt(int fd, int level, int name, const void *value, socklen_t length) {
+    if (level == IPPROTO_TCP && (name == 14 || name == 32)) { errno = ENOPROTOOPT; return -1; }
+    int (*real)(int, int, int, const void *, socklen_t) = dlsym(RTLD_NEXT, "setsockopt");
+    return real(fd, level, name, value, length);
+}
+"""
+"""A library: with it, the kernel has neither of the options that sign a connection's packets."""
+_MEET = """
+import torch
+from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.weights import WeightReceiver, WeightSender
+
+joined = connect_store(store_address(store := serve_store()))
+with WeightSender(store, transport="host") as sender, WeightReceiver(joined, replica="r0") as receiver:
+    sender.publish(1, torch.nn.Linear(2, 2))
+    assert receiver.receive().version == 1
+"""
+
+
+def test_processes_of_one_machine_meet_where_the_kernel_cannot_sign_and_one_line_says_so(tmp_path: Path) -> None:
+    compiler, source, library = shutil.which("cc"), tmp_path / "unsigned.c", tmp_path / "unsigned.so"
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source.write_text(_UNSIGNED)
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source, "-ldl"], check=True)
+    env = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", _MEET], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot sign packets") == 1
 
 
 @signed_only

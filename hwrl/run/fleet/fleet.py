@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from hwrl.checkpoint import find_checkpoints, read_lock
-from hwrl.comm import open_warning, serve_store, store_address
+from hwrl.comm import serve_store, store_address
 from hwrl.discovery import get_backend
 from hwrl.errors import attempt_all
 from hwrl.interfaces import PromptGroup
@@ -47,10 +47,9 @@ class Fleet:
         self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
         self._lock = read_lock(config.dir)
         # On a cluster, other machines must reach the store. Without one, no other machine may reach it.
-        self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
+        host = "127.0.0.1" if is_local() else ray.util.get_node_ip_address()
+        self._store = serve_store(host, warn=lambda why: log(f"warning: {why}"))
         self._store_address = store_address(self._store)
-        if (warning := open_warning(self._store)) is not None:
-            log(f"warning: {warning}")
         self._devices = RunDevices(config, self._backend)
         self._monitor = ProcessMonitor(
             heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), warn=log, names_hosts=not is_local()
