@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hwrl.comm import Comm, PrefixStore, Store, clone_store, connect_store, serve_store, store_address
-from hwrl.comm.dialer import Dialer
 from hwrl.comm.signed import why_unsigned
 from hwrl.errors import CommError
 from hwrl.weights import WeightSender
@@ -42,31 +41,29 @@ def test_a_store_listens_on_its_host_only() -> None:
 
 
 def test_a_connection_that_is_taken_back_at_the_last_moment_does_not_end_the_dialer() -> None:
-    """``make`` may close a connection that it dialed just when the dialer's thread takes it."""
-    store = serve_store()
-    taken = threading.Event()
+    """``Dialer.make`` may close a connection that it dialed just when the dialer's thread is about to take it."""
+    taken: list[Any] = []
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        def act() -> None:
-            dialer = frame.f_locals.get("self")
-            if isinstance(dialer, Dialer) and not taken.is_set() and dialer._dialed:
-                dialer._close_dialed()
-                taken.set()
-
-        if frame.f_code is not Dialer._connect.__code__:
+    def trace(frame: Any, *_: Any) -> Any:
+        if not frame.f_code.co_filename.endswith("comm/dialer.py") or frame.f_code.co_name != "_connect":
             return None
-        act()
-        return lambda *_: act()
+        dialed = frame.f_locals["self"].__dict__["_dialed"]
+        while dialed and frame.f_lineno > frame.f_code.co_firstlineno and not taken:
+            taken.append(dialed.popleft())
+        return trace
 
+    store = serve_store()
     threading.settrace(trace)
     try:
-        joined = connect_store(store_address(serve_other := serve_store()))
+        other = serve_store()
+        joined = clone_store(other)
     finally:
         threading.settrace(None)  # type: ignore[arg-type]  # it takes None
-    assert taken.is_set()
     for number in range(2):
         clone_store(joined).set(f"key {number}", "value")
-    assert serve_other.check(["key 0", "key 1"]) and store.set("key", "value") is None
+    assert other.check(["key 0", "key 1"]) and taken
+    taken[0].close()
+    store.set("key", "value")
 
 
 @pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
@@ -90,20 +87,16 @@ def test_a_served_store_frees_its_ports() -> None:
 
 
 def test_a_store_lives_as_long_as_what_was_made_of_it() -> None:
-    made = [
-        WeightSender(serve_store(), transport="host"),
-        PrefixStore("part", serve_store()),
-        clone_store(serve_store()),
-        Comm(CpuBackend(INFO)).standalone_group(serve_store(), rank=0, size=1, name="alone"),
-    ]
+    sender = WeightSender(serve_store(), transport="host")
+    group: Any = Comm(CpuBackend(INFO)).standalone_group(serve_store(), rank=0, size=1, name="alone")
+    stores: list[Store] = [PrefixStore("part", serve_store()), clone_store(serve_store()), group.store]
     gc.collect()
-    sender, part, clone, group = made
-    assert sender.publish(1, {"w": torch.ones(3)}).receivers == 0  # type: ignore[attr-defined]
-    for store in (part, clone, group.store):  # type: ignore[attr-defined]
+    assert sender.publish(1, {"w": torch.ones(3)}).receivers == 0
+    for store in stores:
         clone_store(store).set("key", "value")
         assert store.get("key") == b"value"
-    group.close()  # type: ignore[attr-defined]
-    sender.close()  # type: ignore[attr-defined]
+    group.close()
+    sender.close()
 
 
 def test_the_address_of_a_store_that_was_dropped_is_named_at_once() -> None:
