@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hwrl.errors import MemoryStateError
 
@@ -18,12 +19,58 @@ _Hook = Callable[..., None]
 _NO_NAME = ".hwrl"  # no parameter can have it: names have no dots
 
 
+# fmt: off
+_WITHOUT_VALUES = {
+    "__get__", "__set__", "__delete__", "__hash__", "__len__", "alias", "data_ptr", "detach", "dim", "element_size",
+    "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_pinned",
+    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
+    "storage_offset", "stride", "untyped_storage",
+}
+# fmt: on
+"""The functions of torch that read no values: an offloaded tensor allows them."""
+lenders: set[int] = set()  # the ids of offloaders that lend: ``state_dict`` makes plain aliases of empty tensors then
+
+
+class OffloadedTensor(torch.Tensor):
+    """The class of a plain tensor while it is offloaded: reading its values raises, instead of ending the process."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in _WITHOUT_VALUES and any(map(_is_freed, tree_leaves((args, kwargs)))):
+                raise MemoryStateError(
+                    f"the values of an offloaded tensor cannot be used by {name}",
+                    why="they are on the host, and the tensor has no memory now",
+                    fix="use it inside `with offloader.loaded():`",
+                )
+            result = func(*args, **(kwargs or {}))
+            if not lenders and type(result) is torch.Tensor and _is_freed(result):
+                result.__class__ = OffloadedTensor  # an alias, for example ``detach()`` or ``data``
+            return result
+
+
 class Offloaded(nn.Parameter):
-    """The class of a plain ``Parameter`` while it is offloaded.
+    """The class of a plain ``Parameter`` while it is offloaded; see :class:`OffloadedTensor`.
 
     Compiled code ignores hooks from after its compilation, but checks the class of each parameter. The new class makes
     torch trace the code again, and the trace runs the hooks. With the old class back, the old code runs as before.
     """
+
+    __torch_function__ = OffloadedTensor.__torch_function__
+
+
+def _is_freed(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        value.layout is torch.strided and value.numel() > 0 and _nbytes(value) == 0
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+        return -1
 
 
 def _note_change(parameters: dict[str, nn.Parameter | None]) -> None:
@@ -45,18 +92,23 @@ class Guards:
     def __init__(self, name: str, model: nn.Module, optimizer: object, lending: threading.Event) -> None:
         self._name, self._model, self._optimizer, self._lending = name, model, optimizer, lending
         self._handles: list[Any] = []
-        self._parameters: list[nn.Parameter] = []
+        self._marked: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         self._tables: list[dict[str, nn.Parameter | None]] = []
         self._wrapper_class: str | None = None
         self._on = False  # a hook left behind by an error does nothing
 
-    def install(self, *, wrapper_class: str | None) -> None:
-        """Refuse uses from now on. With a ``wrapper_class``, refuse ``state_dict`` even while lending."""
+    def install(self, tensors: Iterable[torch.Tensor], *, wrapper_class: str | None) -> None:
+        """Refuse uses from now on, of the part's ``tensors``, too.
+
+        With a ``wrapper_class``, refuse ``state_dict`` even while lending.
+        """
         self.remove()
         self._on, self._wrapper_class = True, wrapper_class
         refuse, refuse_state = self._hooks()
         for optimizer in optimizers_in(self._optimizer):
             self._guard_optimizer(optimizer, refuse, refuse_state)
+        for tensor in tensors:
+            self._mark(tensor)
         if self._name == "parameters":
             for module in self._model.modules():
                 self._guard_module(module, refuse, refuse_state)
@@ -69,13 +121,13 @@ class Guards:
     def remove(self) -> None:
         """Allow everything again. May be called at any time."""
         self._on = False
-        for parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
+        for tensor, plain in self._marked:
+            tensor.__class__ = plain
         for table in self._tables:
             _note_change(table)
         for handle in self._handles:
             handle.remove()
-        self._handles, self._parameters, self._tables = [], [], []
+        self._handles, self._marked, self._tables = [], [], []
 
     def _guard_optimizer(self, optimizer: Optimizer, refuse: _Hook, refuse_state: _Hook) -> None:
         self._handles.append(optimizer.register_step_pre_hook(refuse))
@@ -95,10 +147,11 @@ class Guards:
         disabled = functools.partial(torch.compiler.disable, reason=reason)  # tracing the error path itself would warn
         return disabled(self._refuse), disabled(self._refuse_state)
 
-    def _mark(self, parameter: nn.Parameter) -> None:
-        if type(parameter) is nn.Parameter:
-            self._parameters.append(parameter)
-            parameter.__class__ = Offloaded
+    def _mark(self, tensor: torch.Tensor) -> None:
+        marks: dict[type[torch.Tensor], type[torch.Tensor]] = {nn.Parameter: Offloaded, torch.Tensor: OffloadedTensor}
+        if (mark := marks.get(plain := type(tensor))) is not None:
+            self._marked.append((tensor, plain))
+            tensor.__class__ = mark
 
     def _refuse(self, *args: object, **kwargs: object) -> None:
         if self._on:

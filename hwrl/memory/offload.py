@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -13,12 +16,13 @@ from torch import nn
 from hwrl.discovery import backend_or_default
 from hwrl.errors import HwrlError, MemoryStateError
 from hwrl.interfaces import Backend, Moved, Transfer
-from hwrl.memory.guards import Guards, optimizers_in
+from hwrl.memory.guards import Guards, lenders, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.part import Copies, OffloadablePart
 from hwrl.memory.pool import PinnedPool
 from hwrl.memory.storages import NamedTensors, local_tensor, model_tensors, optimizer_tensors
 
+_log = logging.getLogger(__name__)
 _BATCH_NBYTES = 256 << 20  # copying a batch takes several times as long as the fingerprints of the next one
 
 
@@ -40,9 +44,12 @@ class Offloader:
     installed. An error at any point leaves everything unchanged.
 
     While a part is offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
-    :class:`~hwrl.errors.MemoryStateError`. Direct reads of a tensor are not guarded and may crash the process.
+    :class:`~hwrl.errors.MemoryStateError`. So does reading the values of a plain parameter, buffer or tensor of the
+    optimizer. Reads of views from before, and of tensor subclasses, are not guarded and may crash the process.
 
-    The offloader owns the host memory. ``close``, or leaving the context, loads everything and frees it. Copies run in
+    The offloader owns the host memory. ``close``, leaving the context, or the end of the object loads everything and
+    frees it; if the device has no room then, the host memory is kept. A new offloader for the same model first closes
+    the earlier one. Tensors that an offloader of another model has offloaded are refused. Copies run in
     batches of about ``batch_nbytes``.
     """
 
@@ -54,7 +61,7 @@ class Offloader:
         backend: Backend | None = None,
         batch_nbytes: int = _BATCH_NBYTES,
     ) -> None:
-        self._backend = backend_or_default(backend)
+        self._model, self._backend = model, backend_or_default(backend)
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()
@@ -75,6 +82,22 @@ class Offloader:
             batch_nbytes=batch_nbytes,
             excluding=find_parameters,
         )
+        for other in list(_offloaders):
+            if other._model is model:
+                other.close()
+        for part in (self._parameters, self._optimizer):
+            part.require_free()
+        _offloaders.add(self)
+        self._is_made = True
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_made", False) or sys.is_finalizing():
+            return
+        try:
+            self.close()
+        except Exception:  # noqa: BLE001 - logged. The device has no room, and the host has the only copy
+            _kept.append(self)
+            _log.exception("an Offloader ended, and its model stays on the host: make a new one and load it")
 
     @property
     def pool_nbytes(self) -> int:
@@ -180,10 +203,12 @@ class Offloader:
         ``with offloader.lending(): manager.save(step, state_of(model, optimizer), offloader=offloader)``.
         """
         self._lending.set()
+        lenders.add(id(self))
         try:
             yield
         finally:
             self._lending.clear()
+            lenders.discard(id(self))
 
     def lend(self, tensor: torch.Tensor) -> HostCopy | None:
         """Lend the host copy of an offloaded tensor (of a DTensor: its local part); None if it is not offloaded.
@@ -229,6 +254,10 @@ class Offloader:
                 target.copy_(source, non_blocking=True)
             end.record(self._stream)
         moved.add(nbytes=sum(target.numel() for target, _ in copies), begin=begin, end=end)
+
+
+_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
+_kept: list[Offloader] = []
 
 
 def _optimizer_tensors(optimizer: object) -> NamedTensors:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hwrl.errors import MemoryStateError
 from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards
 from hwrl.memory.lending import Loans, Range
 from hwrl.memory.pool import PinnedPool
 from hwrl.memory.slabs import batches
-from hwrl.memory.storages import NamedTensors, SharedStorage, device_storages, require_resizing, stored_tensors
+from hwrl.memory.storages import (
+    NamedTensors,
+    SharedStorage,
+    StoredTensor,
+    device_storages,
+    require_resizing,
+    stored_tensors,
+)
 
 _ALIGNMENT_NBYTES = 512
 
@@ -62,11 +71,28 @@ class OffloadablePart:
 
     def find_storages(self) -> None:
         """Find the storages. Raises, with the tensor's name, if one cannot be moved. Changes nothing."""
-        excluded = {tensor.storage_key for tensor in stored_tensors(self._excluding())}
-        tensors = [tensor for tensor in stored_tensors(self._find()) if tensor.storage_key not in excluded]
+        tensors = self._find_tensors()
         self._storages = device_storages(tensors, self.name, device_type=self._backend.info.device_type)
         if self._storages:
             require_resizing(self._storages[0].storage.device)
+
+    def _find_tensors(self) -> list[StoredTensor]:
+        excluded = {tensor.storage_key for tensor in stored_tensors(self._excluding())}
+        tensors = [tensor for tensor in stored_tensors(self._find()) if tensor.storage_key not in excluded]
+        held = {key for part in list(_offloaded.values()) if part is not self for key in part._ranges}
+        for stored in tensors:
+            if stored.storage_key in held:
+                raise MemoryStateError(
+                    f"the {self.name} cannot be offloaded",
+                    why=f"{stored.name} is offloaded by another Offloader",
+                    fix="load it with that one first, or use one Offloader for all that share memory",
+                )
+        return tensors
+
+    def require_free(self) -> None:
+        """Raise MemoryStateError, with the tensor's name, if another offloader holds a tensor of this part."""
+        if _offloaded:
+            self._find_tensors()
 
     def copies_to_host(self, pool: PinnedPool) -> Iterator[Copies]:
         """Yield batches of copies to the host, for storages with new content; changes nothing on the device.
@@ -96,13 +122,15 @@ class OffloadablePart:
     def forbid_use(self) -> None:
         """Make every use of the part raise."""
         classes = (tensor.wrapper_class for shared in self._storages for tensor in shared.tensors)
-        self._guards.install(wrapper_class=next(filter(None, classes), None))
+        alone = [stored.tensor for shared in self._storages for stored in shared.tensors if len(stored.versions) == 1]
+        self._guards.install(alone, wrapper_class=next(filter(None, classes), None))
 
     def free_device(self) -> None:
         """Free the device memory. The slab holds all of its content, and uses are forbidden."""
         self._slab_content = {copy.start: copy for _, copy in self._copies}
         self._ranges = {storage._cdata: (copy.start, copy.start + copy.nbytes) for storage, copy in self._copies}
         self.offloaded = True
+        _offloaded[id(self)] = self
         for storage, _ in self._copies:
             storage.resize_(0)
 
@@ -122,6 +150,7 @@ class OffloadablePart:
     def allow_use(self) -> None:
         """Allow every use again. The device has all of the part."""
         self.offloaded = False
+        _offloaded.pop(id(self), None)
         self._guards.remove()
 
     def drop_storages(self) -> None:
@@ -136,6 +165,9 @@ class OffloadablePart:
     def lendable(self) -> tuple[torch.Tensor, Mapping[int, Range], Loans] | None:
         """The slab, the range of each storage's copy in it, and its loans; None unless the part is offloaded."""
         return None if self._slab is None or not self.offloaded else (self._slab, self._ranges, self._loans)
+
+
+_offloaded: weakref.WeakValueDictionary[int, OffloadablePart] = weakref.WeakValueDictionary()
 
 
 def _aligned_nbytes(shared: SharedStorage) -> int:

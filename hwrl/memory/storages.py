@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwrl.errors import MemoryStateError
-from hwrl.memory.guards import Offloaded
+from hwrl.memory.guards import Offloaded, OffloadedTensor
 
-_PLAIN = (torch.Tensor, nn.Parameter, Buffer, Offloaded)
+_PLAIN = (torch.Tensor, nn.Parameter, Buffer, Offloaded, OffloadedTensor)
 _NO_STATE = (type, FunctionType, ModuleType, nn.Module, Optimizer)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
