@@ -106,7 +106,7 @@ def raises_after_160(prompt: str, response: str, answer: str) -> Metrics:
 
 def loss_fails_once(inputs: Any) -> tuple[Any, dict[str, Any]]:
     """A policy gradient loss, whose fifth call or a later one raises once in a run and its continuation."""
-    if _count("losses") > 8 and _is_first("loss"):
+    if _count("losses") > 4 and _is_first("loss"):
         raise ValueError("the loss of a test")
     return -inputs.advantages * inputs.logprobs, {}
 
