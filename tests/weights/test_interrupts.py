@@ -22,6 +22,10 @@ def _receives(code: CodeType) -> bool:
     return code.co_filename.endswith(_RECEIVER)
 
 
+def _takes(code: CodeType) -> bool:
+    return code.co_filename.endswith(_RECEIVER[1:])
+
+
 def _publishes(code: CodeType) -> bool:
     return code.co_name in _PUBLISHING and code.co_filename.endswith(("weights/sender.py", "weights/transaction.py"))
 
@@ -60,7 +64,7 @@ def test_an_interrupted_receive_counts_as_received_by_both_ends_or_by_none(store
     with sender_of(store) as sender, receiver_of(store) as receiver:
         for version in itertools.count(1):
             publishing = beside(lambda: sender.publish(version, model_of(version)))  # noqa: B023 - ends below
-            interrupted = _interrupted_at(version, receiver.receive, _receives)
+            interrupted = _interrupted_at(version, receiver.receive, _takes)  # before that, the sender waits for it
             publishing()
             if not interrupted:
                 break
