@@ -98,7 +98,7 @@ def frozen(value: Any) -> Any:
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             return [type(value).__name__, str(context), *(frozen(getattr(value, name)) for name in names)]
-        content = bytes(value.contiguous().flatten().view(torch.uint8).numpy()) if value.numel() else b""
+        content = bytes(value.flatten().clone().view(torch.uint8).numpy()) if value.numel() else b""
         return [str(value.dtype), tuple(value.shape), str(value.device), content]
     if isinstance(value, dict):
         return {key: frozen(one) for key, one in value.items()}
