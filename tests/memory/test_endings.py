@@ -58,10 +58,10 @@ def drop(part: Part) -> None:
 
 
 def drop_in_a_cycle(part: Part) -> None:
-    part.model.of = part.offloader  # type: ignore[assignment]
+    part.model.of = part.offloader  # type: ignore[assignment] # no module
     cycle: list[Any] = [part.offloader]
     cycle.append(cycle)
-    part.offloader = part.model.of = None  # type: ignore[assignment]
+    part.offloader = part.model.of = None  # type: ignore[assignment] # no module
     del cycle
     gc.collect()
     part.require_kept()
@@ -135,9 +135,9 @@ def drop_without_room(part: Part) -> None:
     def refuse(backend: object) -> Any:
         raise RuntimeError("out of memory")
 
-    type(BACKEND).current_stream = refuse  # type: ignore[method-assign, assignment]
+    type(BACKEND).current_stream = refuse  # type: ignore[method-assign, assignment] # fails on purpose
     part.offloader = None
-    type(BACKEND).current_stream = current_stream  # type: ignore[method-assign]
+    type(BACKEND).current_stream = current_stream  # type: ignore[method-assign] # the old one
     with pytest.raises(MemoryStateError, match="offloaded"):
         part.model(torch.ones(4, 16))
     part.offloader = part.make()
