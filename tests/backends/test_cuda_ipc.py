@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hwrl.testing import run_processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's allocator"),
+    pytest.mark.skipif(os.environ.get("HWRL_BACKEND") != "cuda", reason="runs with HWRL_BACKEND=cuda"),
     pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs"),
 ]
 _NBYTES = 1 << 24
