@@ -3,8 +3,8 @@
 The driver, which is the process of ``hwrl train``:
 
 - :mod:`hwrl.run.pipeline` is the loop over the training steps; start reading there.
-- :mod:`hwrl.run.fleet` starts, calls and watches the other processes. :mod:`hwrl.run.throttle` decides how far rollout
-  may run ahead. :mod:`hwrl.run.interrupts` handles signals.
+- :mod:`hwrl.run.fleet` starts, calls and watches the other processes.
+  :mod:`hwrl.run.interrupts` handles signals.
 - :mod:`hwrl.run.cluster` starts or joins Ray, and places the processes on devices.
 - :mod:`hwrl.run.report` writes metrics, logs and the report page.
 - Files in the run directory: :mod:`hwrl.run.run_directory` claims it, :mod:`hwrl.run.scaling` exchanges requests of

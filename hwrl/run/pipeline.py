@@ -30,7 +30,6 @@ from hwrl.run.report.summary import Summary, summarise, unknown_goals
 from hwrl.run.report.traces import StepTimes, finish_traces
 from hwrl.run.report.trackers import start_trackers
 from hwrl.run.run_directory import claimed_directory
-from hwrl.run.throttle import Throttle
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -82,7 +81,6 @@ class Pipeline:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
-        self._throttle = Throttle.of(config, sleeps=config.rollout.free_cache_engine)
         self._evaluation: ShardedEvaluation | None = None
         self._evaluated: tuple[int, int] | None = None  # incarnation and version of the newest finished evaluation
         self._saved_step = self._first_step = 0
@@ -287,16 +285,13 @@ class Pipeline:
         self._rates.devices = self._fleet.device_counts
         rates = {**self._rates.metrics(outcome.metrics, info), BATCH_WAIT: waited_s}
         rates["rollout/deaths"] = float(self._fleet.replicas.deaths.total())
-        throttle = {} if self._throttle is None else self._throttle.metrics()
         line = self._report.add(
             self.step,
-            {**outcome.metrics, **rates, **throttle},
+            {**outcome.metrics, **rates},
             prompts=info.sequence_numbers,
             untrained=info.untrained,
             samples=outcome.samples,
         )
-        if self._throttle is not None and self._throttle.observe(line, replicas=self._fleet.replicas.running):
-            self._fleet.replicas.set_throttle(self._throttle.state)
         if self.step == self._first_step:
             sets = [data_set.name for data_set in self._config.data.eval_sets]
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):

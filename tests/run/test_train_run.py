@@ -32,7 +32,6 @@ def documented_keys() -> set[str]:
 OF_OTHER_RUNS = {
     *("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes", "rollout/base_loads"),  # with an adapter
     *("rollout/sleeps", "rollout/freed_nbytes", "rollout/sleep_s"),  # of sleepers
-    *("throttle/lead_versions", "throttle/asleep"),  # of adaptive runs
     *("perf/mfu", "perf/recompilations"),  # of a device with a known peak, of compiled models
 }
 

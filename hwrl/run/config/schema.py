@@ -65,8 +65,6 @@ class AsyncConfig(Section):
     """Training steps per weight version. The weights are sent to the replicas after every such number of steps."""
     partial_rollout: bool = True
     """Take new weights in the middle of responses, between two tokens. If false, finish running responses first."""
-    adaptive: bool = False
-    """[Adapt the lead](training.md#balance) to the waits, up to its limit; let idle replicas sleep."""
 
 
 class WeightsConfig(Section):

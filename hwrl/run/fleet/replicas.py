@@ -25,7 +25,6 @@ from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
 from hwrl.run.processes.answers import DEATH_ERRORS, Answer, value_of, why_died, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
 from hwrl.run.report import EventLog
-from hwrl.run.throttle import ThrottleState
 
 _TRANSFERS_IN_A_TURN = 4
 """The maximum number of weight transfers in one turn of a rollouter's loop."""
@@ -81,7 +80,6 @@ class Replicas:
         self._starts = 0
         self.deaths: Counter[str] = Counter()
         """How often replicas have ended, by cause: the beginning of the reason, without its numbers."""
-        self._throttle: ThrottleState | None = None
         self._evaluation: ShardedEvaluation | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -137,7 +135,6 @@ class Replicas:
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
-        self._apply_throttle()
         if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
             self._log_scale(f"rollout {name} joined after {took_s:.1f} s; {len(self._running())} replicas run now")
@@ -220,9 +217,7 @@ class Replicas:
         self._monitor.forget(name)
         replica.handle.kill()
         self._withdraw(name)
-        forgotten = self._ledger.forget(replica.replica_id)
-        self._apply_throttle()
-        return forgotten
+        return self._ledger.forget(replica.replica_id)
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -276,7 +271,6 @@ class Replicas:
         if self._is_running(name):
             replica = self._replicas[name] = dataclasses.replace(self._replicas[name], is_leaving=True)
             replica.handle.leave()
-            self._apply_throttle()
             return
         if name in self._replicas:
             self._remove(name)
@@ -284,23 +278,6 @@ class Replicas:
 
     def _is_running(self, name: str) -> bool:
         return name in self._replicas and self._replicas[name].run is not None
-
-    # -- sleeping replicas -----------------------------------------------------------------------------------------
-
-    def set_throttle(self, state: ThrottleState) -> None:
-        """Limit the lead of the replicas, and lease no prompts to the ``state.asleep`` newest ones.
-
-        At least one running replica stays awake, also when others end, join or leave later.
-        """
-        self._throttle = state
-        self._apply_throttle()
-
-    def _apply_throttle(self) -> None:
-        """Tell the ledger which of the running replicas sleep. Call it whenever :meth:`running_ids` has changed."""
-        if self._throttle is None:
-            return
-        running = self.running_ids()
-        self._ledger.set_throttle(self._throttle.lead_groups, running[max(1, len(running) - self._throttle.asleep) :])
 
     def repeated_deaths(self) -> list[str]:
         """Return a sentence for each cause of several deaths: a run with them is not healthy, even if it goes on."""

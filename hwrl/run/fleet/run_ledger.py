@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hwrl.errors import EngineError
@@ -41,10 +40,6 @@ class DriverLedger:
     def abandon_take(self) -> None:
         """End a waiting :meth:`advance_and_take`. Its description is then None, unless the batch came before."""
         self._wait(self.handle.abandon_take(), "abandon_take")
-
-    def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
-        """Limit the lead (None: only by the staleness bound), and lease nothing to the replica ids ``asleep``."""
-        self._wait(self.handle.set_throttle(lead_groups, asleep), "set_throttle")
 
     def forget(self, replica_id: str) -> ForgottenReplica:
         """Make all prompts of a dead replica free for others. Its replacement has another id."""

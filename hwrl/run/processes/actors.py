@@ -168,7 +168,6 @@ class LedgerActor:
         self._ledger = make_ledger(config)
         self._replica_totals: dict[str, dict[str, float]] = {}
         self._forgotten: set[str] = set()
-        self._asleep: frozenset[str] = frozenset()
         self._takes_abandoned = 0
         self._fatal: HwrlError | None = None
         self._changed = asyncio.Condition()
@@ -181,19 +180,10 @@ class LedgerActor:
         """Lease up to ``count`` sequence numbers to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._may_lease(replica_id)), LEASE_WAIT_S)
-            if replica_id in self._forgotten or replica_id in self._asleep:
+                await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
+            if replica_id in self._forgotten:
                 return []
             return self._ledger.lease(count, replica=replica_id, now_s=time.monotonic())
-
-    def _may_lease(self, replica_id: str) -> bool:
-        return replica_id not in self._asleep and bool(self._ledger.capacity())
-
-    async def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> None:
-        """Limit the lead (None: only by the staleness bound), and lease nothing to the replica ids ``asleep``."""
-        async with self._changed:
-            self._ledger.lead_groups, self._asleep = lead_groups, frozenset(asleep)
-            self._changed.notify_all()
 
     async def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> None:
         """Accept the finished groups of a replica, and its running totals."""

@@ -170,10 +170,6 @@ class LedgerHandle(ActorHandle):
         """Report a replica's progress on ``leases``."""
         return _send(self._actor.renew, leases, replica_id)
 
-    def set_throttle(self, lead_groups: int | None, asleep: Sequence[str]) -> Answer[None]:
-        """Limit the lead of the replicas, and lease nothing to those with the ids ``asleep``."""
-        return _send(self._actor.set_throttle, lead_groups, asleep)
-
     def forget(self, replica_id: str) -> Answer[ForgottenReplica]:
         """Make all prompts of a dead replica free for others."""
         return _send(self._actor.forget, replica_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -131,14 +130,5 @@ def _speed(history: list[Metrics]) -> list[str]:
         lines.append(f"  bottleneck: {shares}; wall time is {shares.wall_ratio:.2f} × the busy time of the busier side")
     waits = describe_waits(history)
     if waits is not None:
-        lines.append(f"  balance: {waits}{_lead(history)}")
+        lines.append(f"  balance: {waits}")
     return lines
-
-
-def _lead(history: list[Metrics]) -> str:
-    """Return the mean lead of a run with ``async_training.adaptive``; an empty text for other runs."""
-    leads = [line["throttle/lead_versions"] for line in history if "throttle/lead_versions" in line]
-    if not leads:
-        return ""
-    moves = sum(before != after for before, after in itertools.pairwise(leads))
-    return f"; lead {statistics.mean(leads):.2g} versions on average, {leads[-1]:.2g} at the end, moved {moves} times"

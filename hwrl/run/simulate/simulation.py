@@ -33,7 +33,6 @@ from hwrl.run.simulate.fleet import SimulatedFleet
 from hwrl.run.simulate.replica import SimulatedReplica
 from hwrl.run.simulate.size import SimulatedSize
 from hwrl.run.simulate.workload import Workload
-from hwrl.run.throttle import Throttle
 
 TELL_S = 10.0
 _STUCK_S = 3 * 86400.0
@@ -105,7 +104,6 @@ class _Simulation:
             on_change=self._on_change,
         )
         rollout = config.rollout.replicas * config.rollout.tensor_parallel
-        self._throttle = Throttle.of(config, sleeps=False)
         self._rates = StepRates([], devices=DeviceCounts(rollout, size.devices), now=lambda: self._events.now_s)
         self._lines: list[Metrics] = []
         self._step = self._saved_step = self._version = self._incarnation = 0
@@ -268,10 +266,7 @@ class _Simulation:
         )
         rates = self._rates.metrics(self._metrics, info)
         line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
-        throttled = {} if self._throttle is None else self._throttle.metrics()
-        line = {**line, **self._metrics, **rates, **throttled}
-        if self._throttle is not None and self._throttle.observe(line, replicas=len(totals)):
-            self._ledger.lead_groups = self._throttle.state.lead_groups
+        line = {**line, **self._metrics, **rates}
         if self._step > len(self._step_s):
             self._step_s.append(self._events.now_s - self._progress_s)
             self._progress_s = self._events.now_s

@@ -14,7 +14,6 @@ from hwrl.run.config import parse_config
 from hwrl.run.fleet.replicas import Replicas
 from hwrl.run.fleet.restarts import RestartPlan
 from hwrl.run.processes.actors import ForgottenReplica
-from hwrl.run.throttle import ThrottleState
 
 
 class StandInHandle:
@@ -68,8 +67,6 @@ class World:
     clock: SimpleNamespace
     awaiting: set[str]
     """The replicas that Ray may have no devices for."""
-    throttles: list[tuple[int, list[str]]]
-    """The lead and the sleeping replica ids, each time the ledger is told."""
 
     def set_up(self) -> None:
         """Let all replicas that are being set up run."""
@@ -122,13 +119,11 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     finished: set[str] = set()
     updates: dict[str, int] = {}
     awaiting: set[str] = set()
-    throttles: list[tuple[int, list[str]]] = []
     devices = stand_in_devices(config.rollout.replicas, awaiting)
     ledger = SimpleNamespace(
         handle=None,
         forget=lambda replica_id: ForgottenReplica(0, replica_id in finished, updates.get(replica_id, 9)),
         expire_overdue=list,
-        set_throttle=lambda lead, asleep: throttles.append((lead, asleep)),
     )
     monitor = SimpleNamespace(
         watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0, is_up=lambda name: False
@@ -144,7 +139,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
         log=cast(Any, lambda text, *, kind: logged.append(f"{kind}: {text}")),
     )
     replicas.start()
-    return World(replicas, logged, withdrawn, finished, updates, clock, awaiting, throttles)
+    return World(replicas, logged, withdrawn, finished, updates, clock, awaiting)
 
 
 def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,38 +252,6 @@ def test_a_replica_that_cannot_join_does_not_end_the_run(monkeypatch: pytest.Mon
     world.set_up()
     world.set_up()
     assert "given up; 1 replicas are left" in world.logged[-1] and world.replicas.wanted == 1
-
-
-def test_a_sleeping_replica_wakes_when_the_awake_one_dies_and_then_the_replacement_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = world_of(monkeypatch, replicas=2)
-    world.set_up()
-    assert world.throttles == []
-    world.replicas.set_throttle(ThrottleState(3, asleep=1))
-    assert world.throttles[-1] == (3, ["replica-1#1"])
-    world.end(0)
-    assert world.throttles[-1] == (3, [])
-    world.set_up()
-    assert world.throttles[-1] == (3, ["replica-0#2"]), "it has no weights yet"
-
-
-def test_a_sleeping_replica_wakes_when_the_awake_one_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(monkeypatch, replicas=2, min_replicas=1, max_restarts=0)
-    world.set_up()
-    world.replicas.set_throttle(ThrottleState(3, asleep=1))
-    world.end(0)
-    assert world.throttles[-1] == (3, [])
-
-
-def test_a_sleeping_replica_wakes_when_the_others_leave_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(monkeypatch, replicas=3, min_replicas=1)
-    world.set_up()
-    world.replicas.set_throttle(ThrottleState(3, asleep=2))
-    world.replicas.scale(2)
-    assert world.throttles[-1] == (3, ["replica-1#1"])
-    world.end(0)
-    assert world.throttles[-1] == (3, [])
 
 
 def test_a_replica_that_dies_of_one_cause_at_each_update_is_given_up_and_the_runs_end_says_so(

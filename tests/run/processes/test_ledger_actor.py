@@ -159,22 +159,6 @@ def test_a_stream_without_variance_ends_the_run() -> None:
     asyncio.run(scene())
 
 
-def test_a_sleeping_replica_gets_no_prompts_and_what_it_has_still_counts() -> None:
-    async def scene() -> None:
-        actor = LedgerActor(config_of())
-        await begin(actor)
-        (held,) = await actor.lease(1, "a#0")
-        asleep = asyncio.create_task(actor.lease(1, "a#0"))
-        await actor.set_throttle(None, ["a#0"])
-        assert not asleep.done(), "it waits, and asks seldom"
-        await actor.complete([finished(held)], "a#0", {"groups": 1.0})
-        await actor.set_throttle(None, [])
-        assert [lease.sequence_number for lease in await asleep] == [1]
-        assert await actor.forget("a#0") == (1, True, 0)
-
-    asyncio.run(scene())
-
-
 def test_an_error_that_was_to_end_the_run_is_forgotten_with_the_state() -> None:
     async def scene() -> None:
         actor = LedgerActor(config_of())

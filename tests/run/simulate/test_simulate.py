@@ -131,6 +131,20 @@ def test_the_real_ledger_keeps_the_staleness_bound(config_file: Path, staleness:
     assert run.lines[-1]["ledger/trained"] == 15 * 8
 
 
+def test_with_long_tails_a_smaller_lead_keeps_tokens_young_and_waits_less_than_a_smaller_bound(
+    config_file: Path,
+) -> None:
+    words = ("async_training.lead_versions=2", "async_training.staleness_threshold=")
+    bound, lead = (
+        simulate(as_measured(config_of(config_file, words[0], f"{words[1]}{most}"), 200), replace(WORK, sigma=1.3))
+        for most in (2, 4)
+    )
+    ages = [statistics.mean(line["staleness/mean"] for line in run.lines[100:]) for run in (bound, lead)]
+    assert ages == [pytest.approx(2.0, abs=0.1)] * 2
+    assert lead.seconds < 0.9 * bound.seconds
+    assert max(line["staleness/max"] for line in lead.lines) == 4, "long responses use the threshold"
+
+
 def test_failures_cost_time_and_no_prompt(config_file: Path) -> None:
     config = config_of(config_file, "checkpoint.save_every_steps=5", "rollout.group_timeout_s=60")
     size = as_measured(config, 40)
