@@ -61,7 +61,7 @@ def test_a_save_outlives_an_interrupt_of_the_call_that_waits_for_it(tmp_path: Pa
     fs = Gated(only="step_1.")
     opened = manager(tmp_path, async_save=True, fs=fs)
     opened.save(1, small(1))
-    assert fs.arrived.wait(30)
+    assert fs.arrived.wait(300)
     with interrupted_by(fs.gate.set if call == "close" else lambda: None):  # close waits for it all the same
         opened.save(2, small(2)) if call == "save" else getattr(opened, call)()
     if call != "close":
@@ -191,7 +191,7 @@ def test_a_manager_that_is_dropped_frees_the_directory_when_its_save_is_written(
     fs = Gated(only="step_1.")
     opened = manager(tmp_path, async_save=True, fs=fs)
     opened.save(1, small(1))
-    assert fs.arrived.wait(30)
+    assert fs.arrived.wait(300)
     del opened
     gc.collect()
     with pytest.raises(CheckpointError, match="this process has another open manager on it"):

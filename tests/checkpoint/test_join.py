@@ -22,9 +22,10 @@ from hwrl.cli import main
 from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
+from tests.support.speed import slow
 from tests.support.two_nodes import BACKEND, TRACKER, disk, group_of, on_ranks, open_manager, resume, save, state_of
 
-SHORT_S = 5.0  # until a killed rank counts as lost
+SHORT_S = slow(5.0)  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
 
 

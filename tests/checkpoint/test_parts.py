@@ -260,7 +260,7 @@ def test_a_forked_child_is_refused_and_leaves_the_parents_save_alone(tmp_path: P
     parts = linear()
     with CheckpointManager(tmp_path, backend=BACKEND, async_save=True, fs=fs, **parts) as manager:
         manager.save(1)
-        assert fs.arrived.wait(30)
+        assert fs.arrived.wait(300)
         calls = [lambda: manager.save(2), manager.resume, manager.wait, manager.close, lambda: manager.is_saving]
         for text in answers_in_child(*calls, lambda: manager.__exit__(None)):
             assert f"process {os.getpid()} opened the manager, and this is its forked child" in text

@@ -21,6 +21,7 @@ from hwrl.comm import Comm, Group, PrefixStore, connect_store, serve_store, stor
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
 from tests.support.roomy import Roomy
+from tests.support.speed import slow
 
 BACKEND = hwrl.get_backend()
 ROWS = 7  # odd: the ranks' shards differ in size
@@ -121,7 +122,7 @@ def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
     assert here == there
     for name, (trained, resumed) in here.items():
         assert resumed == trained
-        assert _resume_and_train(None, tmp_path / name) == pytest.approx(trained, rel=1e-5)
+        assert _resume_and_train(None, tmp_path / name) == pytest.approx(trained, rel=1e-4)
         info = find_checkpoints(tmp_path / name)[0][0]
         assert info.manifest.world_size == 2
         assert {"__0_0.distcp", "__1_0.distcp"} <= set(info.manifest.files)
@@ -166,7 +167,7 @@ def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     ranks = run_processes(_save_and_resume_on_some, 4, store_address(store), tmp_path, timeout_s=1500)
     for saved, size in RESHARDINGS:
         for losses in ranks[:size]:
-            assert losses[f"{saved} resumed on {size}"] == pytest.approx(ranks[0][f"{saved} trained"], rel=1e-5)
+            assert losses[f"{saved} resumed on {size}"] == pytest.approx(ranks[0][f"{saved} trained"], rel=1e-4)
 
 
 class FullDisk(DurableFS):
@@ -216,7 +217,7 @@ def _disagree(rank: int, address: str, directory: Path) -> list[str]:
     texts: list[str] = []
     with _group(rank, address) as group:
         group.barrier()  # a rank may be slow to come, on devices
-        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=5.0)
+        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=slow(5.0))
         for step in (rank, None if rank == 1 else 5):
             try:
                 if step is not None:

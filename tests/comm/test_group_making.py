@@ -48,7 +48,7 @@ def test_a_decision_that_no_rank_writes_is_an_error(junk: bytes) -> None:
     store = serve_store()
     store.set("group/g/decision", junk)  # type: ignore[arg-type]  # torch takes bytes, too
     with pytest.raises(CommError, match="which no rank writes"):
-        _make(store, 1, timeout_s=0.1)
+        _make(store, 1, timeout_s=300.0)
 
 
 def test_a_group_that_is_made_cannot_be_called_off() -> None:
@@ -64,7 +64,7 @@ def test_a_group_on_a_lost_store_is_a_lost_peer() -> None:
     del server
     gc.collect()
     with pytest.raises(PeerLostError, match="the store has ended"):
-        _make(client, 0, timeout_s=1.0)
+        _make(client, 0, timeout_s=300.0)
 
 
 def test_ranks_that_meet_again_on_a_lost_store_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,4 +76,4 @@ def test_ranks_that_meet_again_on_a_lost_store_are_told_so(monkeypatch: pytest.M
     gc.collect()
     for meet in (group.warm_up, partial(group.rebuild, survivors=[0])):
         with pytest.raises(PeerLostError, match="the store cannot be reached"):
-            meet(timeout_s=1.0)
+            meet(timeout_s=300.0)

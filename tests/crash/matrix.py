@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
+from tests.support.speed import slow
 
 LIFE_LIMIT_S = 1200.0
-TIMEOUT_S, PATIENT_TIMEOUT_S, NOTICE_S = 2.0, 20.0, 5.0
+TIMEOUT_S, PATIENT_TIMEOUT_S, NOTICE_S = slow(1.0), slow(20.0), slow(5.0)
 """Timeout of survivors for a missing rank, the same on a busy machine, and the time for them to report it."""
 
 

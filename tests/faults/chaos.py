@@ -23,10 +23,11 @@ from tests.faults.chaos_faults import CPUS, FAULTS, Chaos, possible_faults, prep
 from tests.faults.run_checks import FellError, check_accounts, name_end, require
 from tests.support.host_network import HostNetwork, HostNetworkError, why_unavailable
 from tests.support.host_run import HostRun, finish, ray_hosts, stop_driver, wait_until_no_actors
+from tests.support.speed import slow
 
 REPLICAS, RANKS, BATCH, SAVE_EVERY = 4, 2, 8, 5
 EVERY_S = 20.0
-HUNG_S = 150.0
+HUNG_S = slow(150.0)
 """The longest time without a step: a lost host is noticed after 10 s, and the trainer may start twice."""
 _MOST_STEPS = 20_000
 _LAST_STEPS = 20
@@ -47,18 +48,18 @@ WORDS = [
     "rollout.n=8",
     f"optimizer.learning_rate={_LEARNING_RATE}",
     "rollout.max_running=64",
-    "rollout.group_timeout_s=20",
+    f"rollout.group_timeout_s={slow(20)}",
     "async_training.staleness_threshold=1",
-    "weights.timeout_s=6",
+    f"weights.timeout_s={slow(6)}",
     f"checkpoint.save_every_steps={SAVE_EVERY}",
     "eval.every_steps=0",
     "eval.prompts=64",
-    "timeouts.heartbeat_s=10",
-    "timeouts.start_s=90",
-    "timeouts.trainer_s=40",
-    "timeouts.evaluation_s=60",
+    f"timeouts.heartbeat_s={slow(10)}",
+    f"timeouts.start_s={slow(90)}",
+    f"timeouts.trainer_s={slow(40)}",
+    f"timeouts.evaluation_s={slow(60)}",
 ]
-FEW_WORDS = [*WORDS, "train.ranks=1", "rollout.replicas=2", "timeouts.heartbeat_s=6"]
+FEW_WORDS = [*WORDS, "train.ranks=1", "rollout.replicas=2", f"timeouts.heartbeat_s={slow(6)}"]
 """The same with three processes."""
 
 

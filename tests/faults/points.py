@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.faults.acts import Act, DisturbMachine, Edit, Freeze, Limit, Protect, Replace, Send, Starve, TerminateGroup
+from tests.support.speed import slow
 
-HEARTBEAT_S = 8
+HEARTBEAT_S = slow(8)
 HELPERS = ("env-agent", "agent")
 """Processes of Ray that a run hardly needs. Its raylet starts them; hwrl lets Ray start no others."""
-LIMIT_S, SLOW_LIMIT_S = 300.0, 400.0
+LIMIT_S, SLOW_LIMIT_S = slow(300.0), slow(400.0)
 """Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits. A run
 needs 20 s on an idle machine, 120 s until it is ready on a busy one; one that hangs is noticed by its silence.
 """
-BUSY_LIMIT_S = 1200.0
+BUSY_LIMIT_S = slow(1200.0)
 """For a point that is about no limit: it may run beside anything."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
 """Phases with a log line of the run. The others have gates."""
@@ -375,7 +376,7 @@ def _of_the_machine() -> list[Point]:
 
 def _finished_work() -> list[Point]:
     error = frozenset({"error"})
-    patient = ("timeouts.start_s=600", "timeouts.heartbeat_s=60", "timeouts.trainer_s=600")
+    patient = (f"timeouts.start_s={slow(600)}", f"timeouts.heartbeat_s={slow(60)}", f"timeouts.trainer_s={slow(600)}")
     late = ("checkpoint.save_every_steps=50", "eval.every_steps=0", *patient)
     loss = ("algorithm.loss=tests.faults.rewards:loss_fails_once", *UNSAVED, *patient)
     two_ranks = (*loss, *TWO_RANKS)

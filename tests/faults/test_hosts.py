@@ -20,8 +20,9 @@ from tests.support.host_run import (
     wait_until,
     wait_until_no_actors,
 )
+from tests.support.speed import slow
 
-BATCH, CPUS, HEARTBEAT_S = 4, 3, 6
+BATCH, CPUS, HEARTBEAT_S = 4, 3, slow(6)
 WORDS = [
     "goals={}",
     f"train.batch_groups={BATCH}",
@@ -31,18 +32,18 @@ WORDS = [
     "rollout.max_restarts=12",
     "rollout.n=4",
     "rollout.max_running=16",
-    "rollout.group_timeout_s=15",
+    f"rollout.group_timeout_s={slow(15)}",
     "async_training.staleness_threshold=1",
-    "weights.timeout_s=5",
+    f"weights.timeout_s={slow(5)}",
     "checkpoint.save_every_steps=4",
     "eval.every_steps=0",
     "eval.prompts=8",
     f"timeouts.heartbeat_s={HEARTBEAT_S}",
-    "timeouts.start_s=60",
-    "timeouts.trainer_s=30",
-    "timeouts.evaluation_s=30",
+    f"timeouts.start_s={slow(60)}",
+    f"timeouts.trainer_s={slow(30)}",
+    f"timeouts.evaluation_s={slow(30)}",
 ]
-DETECTED_S = 25.0
+DETECTED_S = slow(25.0)
 """The limit for the log line about a lost host: the heartbeats' time and Ray's, and two slow processors."""
 CONTINUED_S = 900.0
 LEARNING_STEPS = 100

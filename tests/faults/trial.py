@@ -24,6 +24,7 @@ from tests.faults.acts import MACHINE_FILE, Scene, build_machine_library, set_ma
 from tests.faults.phases import VARIABLE
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
 from tests.faults.run_checks import FellError, check_accounts, name_end, require, shared_memory
+from tests.support.speed import slow
 from tests.support.train_run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -33,25 +34,25 @@ SETTINGS: dict[str, object] = {
     "train.batch_groups": BATCH,
     "rollout.n": 2,
     "rollout.max_running": 8,
-    "rollout.group_timeout_s": 20,
+    "rollout.group_timeout_s": slow(20),
     "async_training.staleness_threshold": MAX_STALENESS,
-    "weights.timeout_s": 6,
+    "weights.timeout_s": slow(6),
     "checkpoint.save_every_steps": 2,
     "eval.every_steps": 4,
     "eval.prompts": 3,  # rewards.py knows the number
-    "reward.timeout_s": 5,
+    "reward.timeout_s": slow(5),
     "timeouts.heartbeat_s": HEARTBEAT_S,
-    "timeouts.start_s": 60,
-    "timeouts.trainer_s": 60,
-    "timeouts.evaluation_s": 30,
+    "timeouts.start_s": slow(60),
+    "timeouts.trainer_s": slow(60),
+    "timeouts.evaluation_s": slow(30),
 }
 """The settings of every run."""
-SILENCE_S = 60.0
+SILENCE_S = slow(60.0)
 """The longest time without output of a run. Its slowest silent stage is the start of the processes: 5 s on an idle
 machine, 22 s under a load of 8 on two cores.
 """
-CONTINUES_S = 1200.0
-LEFT_S, LEFT_BY_A_KILL_S = 30.0, 75.0
+CONTINUES_S = slow(1200.0)
+LEFT_S, LEFT_BY_A_KILL_S = slow(30.0), slow(75.0)
 """Time limits for the end of all processes. Two of Ray's agents notice a killed driver or raylet after a minute."""
 
 

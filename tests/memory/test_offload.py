@@ -314,5 +314,5 @@ def test_a_lent_copy_stays_if_later_storages_move_over_its_range() -> None:
         offloading.join(0.3)
         assert offloading.is_alive() and copy is not None and torch.equal(copy.tensor, torch.arange(1000.0))
         copy.give_back()
-        offloading.join(30.0)
+        offloading.join(300.0)
         assert not offloading.is_alive()

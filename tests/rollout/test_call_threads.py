@@ -20,6 +20,7 @@ from hwrl.rollout.attempts import Attempts
 from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
 from hwrl.rollout.environments import call_maybe_async
 from tests.support.scripted_rollout import CountingEngine, Lengths
+from tests.support.speed import slow
 
 WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 
@@ -89,7 +90,7 @@ def test_a_tool_that_hangs_at_the_end_of_an_abandoned_run_leaves_the_threads_to_
         await call_maybe_async(len, calls)
         return await single_turn(client, prompt)
 
-    assert run(hangs_at_its_end, timeout_s=1.0, cancel_s=0.1).is_generated
+    assert run(hangs_at_its_end, timeout_s=slow(1.0), cancel_s=slow(0.1)).is_generated
 
 
 def test_no_more_calls_run_at_once_than_there_are_places(tool: threading.Event) -> None:
@@ -100,7 +101,7 @@ def test_no_more_calls_run_at_once_than_there_are_places(tool: threading.Event) 
     assert fourth.cancel() and threads_of("places") == 2
     assert first.cancel() and threads_of("places") == 3, "a call that nobody waits for has no place"
     tool.set()
-    assert second.result(20) and third.result(20)
+    assert second.result(200) and third.result(200)
 
 
 class Connections(threading.local):
@@ -117,26 +118,26 @@ def test_calls_find_the_thread_local_state_of_earlier_calls() -> None:
     threads, connections = CallThreads(4, "keeps"), Connections(made)
     made.clear()  # this thread's own
     for _ in range(50):
-        threads.submit(lambda: connections.use()).result(20)
+        threads.submit(lambda: connections.use()).result(200)
     assert len(made) == 1, "one thread is enough for calls one after another"
     for call in [threads.submit(lambda: connections.use()) for _ in range(50)]:
-        call.result(20)
+        call.result(200)
     assert len(made) <= 4
-    worker = threads.submit(threading.current_thread).result(20)
+    worker = threads.submit(threading.current_thread).result(200)
     threads.shutdown()
-    worker.join(20)
+    worker.join(200)
     assert not worker.is_alive(), "idle threads end with the executor"
 
 
 def test_a_thread_that_was_given_up_takes_no_further_call(tool: threading.Event) -> None:
     threads, hanging = CallThreads(1, "given up"), Hanging(tool)
-    given_up = threads.submit(threading.current_thread).result(20)
+    given_up = threads.submit(threading.current_thread).result(200)
     call = threads.submit(hanging)
     assert hanging.began.acquire(timeout=200) and call.cancel()
-    assert threads.submit(threading.current_thread).result(20) is not given_up
+    assert threads.submit(threading.current_thread).result(200) is not given_up
     tool.set()
-    given_up.join(20)
-    assert not given_up.is_alive() and threads.submit(len, "ab").result(20) == 2
+    given_up.join(200)
+    assert not given_up.is_alive() and threads.submit(len, "ab").result(200) == 2
 
 
 def test_the_calls_of_an_abandoned_caller_take_no_places(tool: threading.Event) -> None:
@@ -149,11 +150,11 @@ def test_the_calls_of_an_abandoned_caller_take_no_places(tool: threading.Event) 
     threads.abandon(caller)
     later = context.run(threads.submit, tool.wait)
     assert threads_of("abandoned") == 3
-    assert threads.submit(len, "ab").result(20) == 2
+    assert threads.submit(len, "ab").result(200) == 2
     other, waits = threads.submit(tool.wait), threads.submit(tool.wait)
     assert threads_of("abandoned") == 4, "all others have the one place"
     tool.set()
-    assert all(call.result(20) for call in (running, queued, later, other, waits))
+    assert all(call.result(200) for call in (running, queued, later, other, waits))
 
 
 def test_abandoned_runs_do_not_let_more_calls_run_at_once(tool: threading.Event) -> None:
@@ -173,7 +174,7 @@ def test_abandoned_runs_do_not_let_more_calls_run_at_once(tool: threading.Event)
         calls = [threads.submit(tool.wait) for _ in range(3)]
         assert threads_of("hung runs") == 1
         tool.set()
-        assert all(call.result(20) for call in calls)
+        assert all(call.result(200) for call in calls)
         end.set()
         await asyncio.wait(set(attempts.abandoned))
 
@@ -183,13 +184,13 @@ def test_abandoned_runs_do_not_let_more_calls_run_at_once(tool: threading.Event)
 def test_an_error_is_the_callers_and_after_the_end_no_call_begins(tool: threading.Event) -> None:
     threads = CallThreads(1, "ended")
     with pytest.raises(SystemExit):
-        threads.submit(sys.exit, 3).result(20)
+        threads.submit(sys.exit, 3).result(200)
     hanging = Hanging(tool)
     running, queued = threads.submit(hanging), threads.submit(hanging)
     assert hanging.began.acquire(timeout=200)
     threads.shutdown()
     tool.set()
-    assert running.result(20) and not queued.done()
+    assert running.result(200) and not queued.done()
 
 
 def test_a_process_ends_while_a_call_hangs() -> None:

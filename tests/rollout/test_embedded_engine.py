@@ -70,7 +70,7 @@ def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature() -> None:
     for request in requests:
         response = responses[request.request_id]
         wanted = logprobs_of(model, request, response, temperature=0.7)
-        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-5)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
 
 
 def test_sampling_follows_the_distribution() -> None:
@@ -111,7 +111,7 @@ def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
     assert response.versions.tolist() == [3] * 3 + [4] * 5
     assert response.truncated
     first = logprobs_of(old, request, response, temperature=1.0)[:3]
-    np.testing.assert_allclose(response.logprobs[:3], first, atol=1e-5)
+    np.testing.assert_allclose(response.logprobs[:3], first, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 100])
@@ -143,7 +143,7 @@ def test_experts_are_loaded_by_their_own_names_into_the_packed_parameters() -> N
     engine.load_weights(weights.items(), version=0)
     request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(8, temperature=0.0))
     (response,) = generate(engine, [request]).values()
-    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-5)
+    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-4)
     engine.sleep(level=2)
     engine.wake()
     engine.load_weights(weights.items(), version=1)
@@ -161,7 +161,7 @@ def test_the_page_on_vllm_puts_it_to_sleep_and_wakes_it() -> None:
     assert engine.version == 8
     (request,) = requests_of(1, temperature=0.0)
     (response,) = generate(engine, [request]).values()
-    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-5)
+    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-4)
 
 
 def test_logits_of_a_prompt_are_computed_for_its_last_token_only() -> None:
@@ -270,7 +270,7 @@ def test_rows_beside_others_have_the_numbers_of_rows_alone_and_of_the_trainer(na
     for row, request in enumerate(requests):
         response = responses[row]
         wanted = logprobs_of(alone, request, response, temperature=1.0)
-        np.testing.assert_allclose(response.logprobs, wanted, atol=2e-5)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
         begin, end = len(request.prompt_ids), len(request.prompt_ids) + len(response.token_ids)
         rows[row, :begin], rows[row, begin:end] = (
             torch.from_numpy(one) for one in (request.prompt_ids, response.token_ids)
@@ -280,7 +280,7 @@ def test_rows_beside_others_have_the_numbers_of_rows_alone_and_of_the_trainer(na
     trainer = FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
     trained = trainer.logprobs(Batch(rows, mask, torch.zeros(6, 30), torch.zeros(6)))
     sampled = np.concatenate([responses[row].logprobs for row in range(6)])
-    np.testing.assert_allclose(trained[mask].numpy(), sampled, atol=3e-5)
+    np.testing.assert_allclose(trained[mask].numpy(), sampled, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)

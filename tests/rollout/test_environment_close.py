@@ -25,7 +25,7 @@ class Stage:
     def hold(self, what: str) -> None:
         self.log.append(f"{what} begins")
         self.began.set()
-        self.goes_on.wait(20)
+        self.goes_on.wait(200)
         self.log.append(f"{what} ends")
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def test_an_environment_that_is_made_too_late_is_closed(stage: Stage, kind: type
             await task
         assert stage.log == ["make begins"]
         stage.goes_on.set()
-        assert await asyncio.to_thread(stage.closed.wait, 20)
+        assert await asyncio.to_thread(stage.closed.wait, 200)
 
     asyncio.run(run())
     assert stage.log == ["make begins", "make ends", "close"]
@@ -112,7 +112,7 @@ def test_an_environment_that_is_made_as_its_episode_is_cancelled_is_closed(stage
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(stage.closed.wait, 20)
+        assert await asyncio.to_thread(stage.closed.wait, 200)
 
     asyncio.run(run())
     assert stage.log.count("close") == 1

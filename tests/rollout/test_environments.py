@@ -16,6 +16,7 @@ from hwrl.errors import DataError
 from hwrl.interfaces import Ints, Sampling, Trajectory
 from hwrl.rollout import PolicyClient, Prompt, Workflow, environment, tool_use
 from tests.support.agents import ScriptedPolicy, chatml_policy
+from tests.support.speed import slow as seconds
 
 
 class Guess:
@@ -266,7 +267,7 @@ def test_tools_are_called_until_the_policy_answers() -> None:
     [
         ({"name": "multiply", "arguments": {}}, "there is no tool multiply; the tools are add, slow, pairs"),
         ({"name": "add", "arguments": {"a": 1}}, "missing 1 required positional argument"),
-        ({"name": "slow", "arguments": {"text": "x"}}, "did not answer within 2 s"),
+        ({"name": "slow", "arguments": {"text": "x"}}, f"did not answer within {seconds(2):g} s"),
         ({"name": "pairs", "arguments": {}}, "keys must be str"),
         ({"name": "leaves", "arguments": {}}, "SystemExit(3)"),
         ({"name": "gives_up", "arguments": {}}, "GivenUp()"),
@@ -276,7 +277,7 @@ def test_tools_are_called_until_the_policy_answers() -> None:
 def test_the_policy_reads_what_was_wrong_with_its_call(call: dict[str, Any], told: str) -> None:
     policy = chatml_policy(f"<tool_call>{json.dumps(call)}</tool_call>", "I see.")
     tools = [path_of(each) for each in (add, slow, pairs, leaves, gives_up, tired)]
-    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=tools, timeout_s=2.0)
+    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=tools, timeout_s=seconds(2.0))
     row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
     assert told in text_of(policy, row) and row.metrics["tool_errors"] == 1
 

@@ -89,13 +89,13 @@ def message_from(chance: random.Random) -> Any:
 
 def within_a_multiple(begin_s: float, peer_s: float) -> bool:
     """Whether the time since ``begin_s`` is in proportion: a quadratic way takes hundreds of times the peer's."""
-    return time.perf_counter() - begin_s < 100 * peer_s + 2.0
+    return time.process_time() - begin_s < 100 * peer_s + 2.0
 
 
 def peer_time(chat: ChatTokens) -> float:
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     chat.encode("b" * 20_000)
-    return time.perf_counter() - begin_s
+    return time.process_time() - begin_s
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -107,7 +107,7 @@ def test_any_conversation_gives_tokens_or_an_error_of_hwrl(seed: int) -> None:
         for _ in range(10):
             talk = [{"role": "user", "content": "1"}, *(message_from(chance) for _ in range(chance.randrange(1, 5)))]
             said = {"role": "assistant", "content": "x"}
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()
             for work in (
                 partial(chat.prompt, talk, tools=TOOLS),
                 partial(chat.following, [*talk, said, *talk], at=len(talk), said=chat.encode("x")),
@@ -126,7 +126,7 @@ def test_any_text_of_the_policy_is_read(seed: int) -> None:
     peer_s = peer_time(chat)
     for _ in range(40):
         text = text_from(chance)
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         try:
             ids = chat.encode(text)
         except HwrlError:  # it is too long

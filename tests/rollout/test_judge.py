@@ -18,6 +18,7 @@ import pytest
 from hwrl.errors import ConfigError, EngineError
 from hwrl.rollout import Judge, Prompt, RewardWorkers
 from tests.support.sources import REPO
+from tests.support.speed import slow
 
 
 class Server:
@@ -59,7 +60,7 @@ def test_an_answer_comes_also_after_a_failure_a_silence_and_a_limit(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGES_KEY", "secret")
-    judge = Judge(server.url, "judge", api_key_env="JUDGES_KEY", timeout_s=1.0)
+    judge = Judge(server.url, "judge", api_key_env="JUDGES_KEY", timeout_s=slow(1.0))
     questions = ["hello", "fail once", "stall once", "limit once"]
     assert ask(judge, *questions) == [str(float(len(question))) for question in questions]
     seen = server.seen()
@@ -70,7 +71,7 @@ def test_an_answer_comes_also_after_a_failure_a_silence_and_a_limit(
 
 
 def test_a_server_that_never_answers_is_an_error_after_the_last_attempt(server: Server) -> None:
-    judge = Judge(server.url, "judge", max_retries=1, timeout_s=0.5)
+    judge = Judge(server.url, "judge", max_retries=1, timeout_s=slow(0.5))
     failed, silent = ask(judge, "fail", "stall")
     assert "out of order" in str(failed) and "timed out" in str(silent).lower()
     assert [len(server.seen()["times"][question]) for question in ("fail", "stall")] == [2, 2]
@@ -105,7 +106,7 @@ def test_an_answer_that_is_no_text_is_asked_for_again_and_then_an_error_that_sho
 
 
 def test_an_answer_without_an_end_is_given_up(server: Server) -> None:
-    judge = Judge(server.url, "judge", max_retries=0, timeout_s=2.0)
+    judge = Judge(server.url, "judge", max_retries=0, timeout_s=slow(2.0))
     endless, drip, compressed = ask(judge, "endless", "drip", "compressed")
     assert "more than 4,194,304 bytes" in str(endless)
     assert "timed out" in str(drip).lower()
@@ -127,7 +128,7 @@ def test_the_reward_of_the_docs_asks_a_judge_from_a_worker(server: Server, tmp_p
     workers = RewardWorkers(f"{tmp_path / 'judged.py'}:judged", decode=lambda ids: "x" * len(ids))
     try:
         prompt = Prompt("Say x.", np.ones(1, dtype=np.int32), "x", row={"rubric": "Is it short?"})
-        scores = workers.score(prompt, [np.ones(length, dtype=np.int32) for length in (1, 2, 3)]).result(60)
+        scores = workers.score(prompt, [np.ones(length, dtype=np.int32) for length in (1, 2, 3)]).result(600)
     finally:
         workers.close()
     assert scores.failure is None and len(scores.metrics) == 3

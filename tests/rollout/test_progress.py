@@ -25,7 +25,7 @@ def tool() -> Iterator[threading.Event]:
 def test_the_leases_with_progress_are_reported_in_the_engine_in_the_queue_and_at_the_reward() -> None:
     scored, desk, updater = threading.Event(), Desk([0, 8]), Updater()
     rollouter = rollouter_of(
-        desk, updater=updater, partial=False, reward=lambda *_: float(scored.wait(10)), report_interval_s=0.0
+        desk, updater=updater, partial=False, reward=lambda *_: float(scored.wait(100)), report_interval_s=0.0
     )
     steps(rollouter, 3)
     assert desk.renewed[-1] == [0, 8], "0 waits for its reward, 8 is in the engine"
@@ -94,7 +94,7 @@ def test_a_workflow_that_blocks_the_event_loop_has_no_progress(tool: threading.E
 
     generator = begin(blocks)
     try:
-        assert began.wait(20)
+        assert began.wait(200)
         generator.has_progress(generated=False)  # forgets the turns before
         assert not generator.has_progress(generated=False)
         tool.set()

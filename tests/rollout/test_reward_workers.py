@@ -22,6 +22,7 @@ from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle
 from hwrl.rollout.reward_process import send_frame
 from tests.support.interrupting import before_each_line
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
+from tests.support.speed import slow
 from tests.support.started_rewards import FUNCTIONS, Start, responses_of
 
 
@@ -48,10 +49,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_responses_are_scored_in_order_in_a_light_process_that_lives_on(start: Start) -> None:
-    assert score(start("length")).result(60).metrics == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
+    assert score(start("length")).result(600).metrics == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
     workers = start("identify")
     workers.wait_until_ready()
-    rows = [row for _ in range(2) for row in score(workers).result(60).metrics]
+    rows = [row for _ in range(2) for row in score(workers).result(600).metrics]
     assert {row["pid"] for row in rows} == {rows[0]["pid"]} and rows[0]["pid"] != os.getpid()
     assert [row["calls"] for row in rows] == [1, 2, 3, 4, 5, 6], "a module's globals stay"
     assert rows[0]["large"] == 0
@@ -71,14 +72,14 @@ def test_a_call_that_raises_is_repeated_in_the_same_process_then_the_prompt_has_
     start: Start, order: str, reason: str
 ) -> None:
     workers = start("obey", attempts=2)
-    scores = score(workers, order).result(60)
+    scores = score(workers, order).result(600)
     assert (scores.metrics, scores.errors) == ([{"reward": 1.0}], 2)
     assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
-    assert score(workers, order, [1]).result(60) == Scores([{"reward": 1.0}])
+    assert score(workers, order, [1]).result(600) == Scores([{"reward": 1.0}])
 
 
 def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
-    assert score(start("fails_twice"), lengths=[1]).result(60) == Scores([{"reward": 1.0}], errors=2)
+    assert score(start("fails_twice"), lengths=[1]).result(600) == Scores([{"reward": 1.0}], errors=2)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +90,17 @@ def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
         ("run out of memory", "was killed by SIGKILL"),
         ("fork and run out of memory", "was killed by SIGKILL"),
         ("close everything", "its worker"),
-        ("hang", "did not return within 2 s"),
-        ("hold the lock", "did not return within 2 s"),
+        ("hang", f"did not return within {slow(2):g} s"),
+        ("hold the lock", f"did not return within {slow(2):g} s"),
     ],
 )
 def test_a_call_that_ends_or_holds_its_process_fails_its_prompt_only(start: Start, order: str, reason: str) -> None:
-    workers = start("obey", workers=1, timeout_s=2.0)
+    workers = start("obey", workers=1, timeout_s=slow(2.0))
     failing, next_one = score(workers, order), score(workers, order, [1])
-    scores = failing.result(60)
+    scores = failing.result(600)
     assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
     assert scores.errors == 1 + (reason[:7] != "did not"), "a death is tried again in a new process"
-    assert next_one.result(60) == Scores([{"reward": 1.0}]), "a new process"
+    assert next_one.result(600) == Scores([{"reward": 1.0}]), "a new process"
 
 
 def test_a_death_that_does_not_come_again_costs_no_prompt(start: Start, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_death_that_does_not_come_again_costs_no_prompt(start: Start, tmp_path
         "import os, pathlib\n\ndef f(prompt, response, answer):\n    file = pathlib.Path(answer)\n"
         "    if not file.exists():\n        file.touch()\n        os._exit(1)\n    return 1.0\n"
     )
-    scores = score(start(f"{path}:f", workers=1), str(tmp_path / "died")).result(60)
+    scores = score(start(f"{path}:f", workers=1), str(tmp_path / "died")).result(600)
     assert scores == Scores([{"reward": 1.0}] * 3, errors=1)
 
 
@@ -121,8 +122,8 @@ def test_a_call_leaves_other_prompts_the_directory_and_the_standard_files(start:
     )
     workers = start(f"{path}:f", workers=1)
     for order in ("leave the directory", "close the standard files"):
-        assert score(workers, order, [2]).result(60).metrics == [{"reward": 1.0}]
-        assert score(workers, None, [2]).result(60) == Scores([{"reward": 1.0, "here": 1.0}])
+        assert score(workers, order, [2]).result(600).metrics == [{"reward": 1.0}]
+        assert score(workers, None, [2]).result(600) == Scores([{"reward": 1.0, "here": 1.0}])
 
 
 def test_a_call_that_forks_and_returns_twice_gives_no_answer_to_another_prompt(start: Start, tmp_path: Path) -> None:
@@ -134,11 +135,11 @@ def test_a_call_that_forks_and_returns_twice_gives_no_answer_to_another_prompt(s
         "    return {'reward': len(response), 'loaded': loaded}\n"
     )
     workers = start(f"{path}:f", workers=1)
-    first = score(workers, "fork", [1]).result(60)
+    first = score(workers, "fork", [1]).result(600)
     row = {"reward": 1.0, "loaded": first.metrics[0]["loaded"]}
 
     def is_replaced() -> bool:
-        scores = score(workers, None, [2]).result(60)
+        scores = score(workers, None, [2]).result(600)
         if scores.failure is not None:
             assert "answer to no question" in scores.failure
             return False
@@ -167,12 +168,12 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
     of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null, false]]'
     wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null, false]]", b"[5, [[1], 0, null, false]]", b"[" * 9999)
     for frame in (b"5", *wrong_form, of_another_prompt):
-        assert "answer to no question" in str(score(workers, frame, [1]).result(60).failure), frame
-    assert score(workers, b"", [1]).result(60) == Scores([{"reward": 1.0}])
+        assert "answer to no question" in str(score(workers, frame, [1]).result(600).failure), frame
+    assert score(workers, b"", [1]).result(600) == Scores([{"reward": 1.0}])
 
 
 def test_long_errors_and_responses_are_shortened(start: Start) -> None:
-    failure = str(score(start("obey", attempts=1), "raise a long text", [2]).result(60).failure)
+    failure = str(score(start("obey", attempts=1), "raise a long text", [2]).result(600).failure)
     assert "ValueError('xxx" in failure and "…" in failure and len(failure) < 600
 
 
@@ -187,11 +188,11 @@ def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_
         "time.sleep(1e6 if number == 2 else 0)\n\n"
         "def f(prompt, response, answer):\n    return 1.0 if answer is None else os._exit(3)\n"
     )
-    workers = start(f"{path}:f", workers=1, timeout_s=0.5, load_timeout_s=4.0)
+    workers = start(f"{path}:f", workers=1, timeout_s=slow(0.5), load_timeout_s=slow(4.0))
     workers.wait_until_ready()
     dying, next_one = score(workers, "end"), score(workers, lengths=[1])
-    assert "was not ready within" in str(dying.result(60).failure), "the process that was to judge it again"
-    assert next_one.result(60) == Scores([{"reward": 1.0}])
+    assert "was not ready within" in str(dying.result(600).failure), "the process that was to judge it again"
+    assert next_one.result(600) == Scores([{"reward": 1.0}])
 
 
 def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +205,7 @@ def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.Mo
         send_frame(connection, content)
 
     monkeypatch.setattr(reward_handle, "send_frame", send)
-    assert "nobody listens" in str(score(start("length")).result(60).failure)
+    assert "nobody listens" in str(score(start("length")).result(600).failure)
 
 
 def test_a_process_that_does_not_take_its_first_frame_has_failed_to_start(
@@ -245,7 +246,7 @@ def test_after_a_failed_start_another_one_is_tried_later(start: Start, tmp_path:
     )
     workers = start(f"{path}:f", workers=2, retry_s=0.5)
     workers.wait_until_ready()
-    scores = [future.result(60) for future in [score(workers, lengths=[1]) for _ in range(12)]]
+    scores = [future.result(600) for future in [score(workers, lengths=[1]) for _ in range(12)]]
     assert len({one.metrics[0]["pid"] for one in scores}) == 2
     assert (tmp_path / "load2").exists()
 
@@ -256,34 +257,34 @@ def test_the_users_module_has_none_of_our_future_imports(start: Start, tmp_path:
         "def typed(x: float): ...\n\n"
         "def f(prompt, response, answer):\n    return float(typed.__annotations__['x'] is float)\n"
     )
-    assert score(start(f"{path}:f"), lengths=[1]).result(60).metrics == [{"reward": 1.0}]
+    assert score(start(f"{path}:f"), lengths=[1]).result(600).metrics == [{"reward": 1.0}]
 
 
 @pytest.mark.parametrize("order", ["print", "ignore Ctrl-C", "set an alarm"])
 def test_what_a_call_may_do(start: Start, order: str) -> None:
-    assert score(start("obey"), order).result(60) == Scores([{"reward": 1.0}] * 3)
+    assert score(start("obey"), order).result(600) == Scores([{"reward": 1.0}] * 3)
 
 
 def test_an_error_without_a_text_is_reported(start: Start) -> None:
-    assert "ValueError" in str(score(start("obey"), "raise without a text").result(60).failure)
+    assert "ValueError" in str(score(start("obey"), "raise without a text").result(600).failure)
 
 
 def test_responses_and_answers_that_cannot_be_sent_fail_their_prompt(start: Start) -> None:
     workers = start("length")
-    assert "pickle" in str(score(workers, threading.Lock()).result(60).failure)
-    assert score(workers, lengths=[5]).result(60).metrics == [{"reward": 5.0}]
+    assert "pickle" in str(score(workers, threading.Lock()).result(600).failure)
+    assert score(workers, lengths=[5]).result(600).metrics == [{"reward": 5.0}]
     broken = RewardWorkers(f"{FUNCTIONS}:length", decode=lambda ids: str(ids[7]))
-    assert "IndexError" in str(score(broken).result(60).failure)
+    assert "IndexError" in str(score(broken).result(600).failure)
     broken.close()
 
 
 def test_waiting_prompts_get_more_processes_up_to_the_limit(start: Start) -> None:
     workers = start("takes_a_while", workers=2)
     workers.wait_until_ready()
-    scores = [score(workers, 0.3, [1]).result(60) for _ in range(2)]
+    scores = [score(workers, 0.3, [1]).result(600) for _ in range(2)]
     assert len({row["pid"] for one in scores for row in one.metrics}) == 1, "nothing waited"
     futures = [score(workers, 0.3, [1]) for _ in range(6)]
-    assert len({row["pid"] for future in futures for row in future.result(60).metrics}) == 2
+    assert len({row["pid"] for future in futures for row in future.result(600).metrics}) == 2
 
 
 @pytest.mark.parametrize("line", range(5))
@@ -305,7 +306,7 @@ def test_a_prompt_that_nobody_wants_is_not_scored(start: Start) -> None:
     workers = start("takes_a_while", workers=1)
     begun, dropped, last = (score(workers, seconds, [1]) for seconds in (0.3, 1e6, 0.0))
     assert dropped.cancel()
-    assert begun.result(60).failure is None and last.result(60).failure is None
+    assert begun.result(600).failure is None and last.result(600).failure is None
 
 
 @pytest.mark.parametrize("place", ["{path}:missing", "{path}/none.py:f", "tests.support.missing:f"])
@@ -314,7 +315,7 @@ def test_a_function_that_cannot_be_loaded_is_told(start: Start, tmp_path: Path, 
     workers = start(place.format(path=tmp_path / "reward.py"))
     with pytest.raises(DataError, match="reward"):
         workers.wait_until_ready()
-    assert score(workers).result(60).failure is not None
+    assert score(workers).result(600).failure is not None
 
 
 def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: Start, tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: 
     )
     workers = start(f"{path}:f", workers=4)
     workers.wait_until_ready()
-    assert [future.result(60).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
+    assert [future.result(600).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
 
 
 def test_a_module_that_ends_its_process_is_told(start: Start, tmp_path: Path) -> None:
@@ -340,13 +341,13 @@ def test_a_new_process_runs_the_code_that_the_first_one_ran(start: Start, tmp_pa
     path.write_text("import os\n\ndef f(prompt, response, answer):\n    return answer or os._exit(0)\n")
     workers = start(f"{path}:f", source=path.read_bytes())
     path.write_text("def f(prompt, response, answer):\n    return 5.0\n")
-    assert score(workers, 0.0).result(60).failure is not None
-    assert score(workers, 2.0, [1]).result(60).metrics == [{"reward": 2.0}]
+    assert score(workers, 0.0).result(600).failure is not None
+    assert score(workers, 2.0, [1]).result(600).metrics == [{"reward": 2.0}]
 
 
 def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "child"
-    scores = score(start("leaves_a_child", timeout_s=4.0), str(file), [1]).result(60)
+    scores = score(start("leaves_a_child", timeout_s=slow(4.0)), str(file), [1]).result(600)
     assert "did not return" in str(scores.failure)
     wait_until(lambda: ended(int(file.read_text())))
 
@@ -354,16 +355,16 @@ def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_pat
 @pytest.mark.parametrize("function", ["identify", "forks"])
 def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start, function: str) -> None:
     workers = start(function, workers=1, timeout_s=200.0)
-    first = int(score(workers).result(60).metrics[0]["pid"])
+    first = int(score(workers).result(600).metrics[0]["pid"])
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: ended(first))
-    again = score(workers).result(60)
+    again = score(workers).result(600)
     assert again.failure is None and again.metrics[0]["pid"] != first
 
 
 def test_closing_ends_processes_inside_of_a_call_and_cancels_what_waits(start: Start) -> None:
     workers = start("identify", workers=1)
-    pid = int(score(workers).result(60).metrics[0]["pid"])
+    pid = int(score(workers).result(600).metrics[0]["pid"])
     busy = start("obey", workers=1)
     running, waiting = score(busy, "hang"), score(busy, "hang")
     for each in (workers, busy):
@@ -395,17 +396,17 @@ def test_processes_end_with_their_replica_also_inside_of_a_call(tmp_path: Path) 
     replica = subprocess.Popen([sys.executable, "-c", code, str(function), str(file)])
     wait_until(lambda: file.exists() and bool(file.read_text()))
     replica.send_signal(signal.SIGKILL)
-    replica.wait(20)
+    replica.wait(200)
     wait_until(lambda: ended(int(file.read_text())))
 
 
 def test_a_rollouter_hands_in_what_real_workers_scored_and_fails_what_hangs(start: Start) -> None:
     desk = Desk([0, 1])
-    workers = start("obey", timeout_s=2.0)
+    workers = start("obey", timeout_s=slow(2.0))
     rollouter = rollouter_of(desk, rewards=workers, prompts=Ordering())
     step_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert [group.sequence_number for group in desk.groups] == [0]
-    assert desk.failed[0][0] == 1 and "did not return within 2 s for the response '1 2'" in desk.failed[0][1]
+    assert desk.failed[0][0] == 1 and f"did not return within {slow(2):g} s for the response '1 2'" in desk.failed[0][1]
     assert rollouter.stats()["reward_errors"] == 1
 
 
@@ -417,8 +418,8 @@ class Ordering(Lengths):
 
 
 def test_an_evaluation_whose_reward_hangs_says_so(start: Start) -> None:
-    rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=2.0))
+    rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=slow(2.0)))
     answer = rollouter.evaluate([Ordering()[1]])
     step_until(rollouter, answer.done)
-    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 2 s"):
+    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within " + f"{slow(2):g} s"):
         answer.result(timeout=0)

@@ -79,7 +79,7 @@ def test_short_rows_read_few_positions_beside_long_ones(experts: int) -> None:
         logits = next_logits(model, request, response)
         assert response.token_ids.tolist() == logits.argmax(-1).tolist()
         wanted = logits.log_softmax(-1).max(-1).values  # at temperature 0: those of the policy
-        np.testing.assert_allclose(response.logprobs, wanted.numpy(), atol=1e-5)
+        np.testing.assert_allclose(response.logprobs, wanted.numpy(), atol=1e-4)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def test_a_model_with_code_of_its_own_for_attention_is_not_divided() -> None:
     assert not divisions, "so no row was moved"
     for request in [one for one in requests if one.request_id % 81 in (40, 41)][:4]:
         wanted = next_logits(model, request, together[request.request_id]).log_softmax(-1).max(-1).values
-        np.testing.assert_allclose(together[request.request_id].logprobs, wanted.numpy(), atol=1e-5)
+        np.testing.assert_allclose(together[request.request_id].logprobs, wanted.numpy(), atol=1e-4)
 
 
 def test_a_model_with_another_attention_is_refused() -> None:

@@ -152,11 +152,11 @@ def test_a_text_full_of_the_mark_costs_as_much_as_any_other() -> None:
     chat = STYLES["chatml"].chat()
 
     def time_of(text: str) -> float:
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         new = {"role": "user", "content": text}
         rest = chat.following([USER, {"role": "assistant", "content": "2"}, new], at=1, said=chat.encode("2<|im_end|>"))
         assert text in chat.decode(rest, special=True)
-        return time.perf_counter() - begin_s
+        return time.process_time() - begin_s
 
     time_of("a")
     mark = "THE POLICY SAID THIS"

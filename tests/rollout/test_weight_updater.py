@@ -35,7 +35,7 @@ def test_polls_look_into_the_store_on_a_clock_and_at_once_after_a_transfer(store
         sender.publish(1, model_of(1))
         began_s = time.monotonic()
         while not link.poll():
-            assert time.monotonic() - began_s < 10
+            assert time.monotonic() - began_s < 300
         assert receiver.looks == 2 and link.poll() and receiver.looks == 2
         received = link.receive()
         assert received is not None and received.version == 1

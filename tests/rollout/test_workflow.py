@@ -32,6 +32,7 @@ from hwrl.rollout import (
 from hwrl.rollout.generation import mean_metrics
 from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, InlineScorer, Lengths, Updater, step_until
+from tests.support.speed import slow
 
 Make = Callable[..., WorkflowGenerator]
 PAGE = Path(__file__).parents[2] / "docs" / "workflows.md"
@@ -45,7 +46,7 @@ def make() -> Iterator[Make]:
     def generator_of(
         workflow: Workflow, *, engine: RolloutEngine | None = None, tokenizer: Any = None, **settings: Any
     ) -> WorkflowGenerator:
-        chosen = {"group_size": 2, "max_samples": 8, "max_length": 12, "vocabulary": 100, "timeout_s": 5.0, **settings}
+        chosen = {"group_size": 2, "max_samples": 8, "max_length": 12, "vocabulary": 100, "timeout_s": 600, **settings}
         limits = WorkflowSettings(**chosen)
         made.append(WorkflowGenerator(engine or CountingEngine(), workflow, tokenizer=tokenizer, settings=limits))
         return made[-1]
@@ -209,11 +210,11 @@ def test_more_prompts_than_there_is_room_for_wait(make: Make) -> None:
     async def counted(client: PolicyClient, prompt: Prompt) -> Trajectory:
         running.append(1)
         most.append(len(running))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(slow(0.05))
         running.pop()
         return await two_turns(client, prompt)
 
-    generator = make(counted, max_samples=4, timeout_s=0.4, attempts=1)
+    generator = make(counted, max_samples=4, timeout_s=slow(0.4), attempts=1)
     groups = [start(generator) for _ in range(30)]
     step_to_the_end(generator)
     assert all(group.is_generated for group in groups) and max(most) <= 4
@@ -283,10 +284,10 @@ def test_a_run_that_takes_too_long_has_failed_and_blocks_nobody(make: Make) -> N
             await asyncio.sleep(1e6)
         return await two_turns(client, prompt)
 
-    generator = make(waits, timeout_s=0.2, attempts=1)
-    slow, fast = start(generator, 3), start(generator, 1)
-    assert step_to_the_end(generator) == [fast, slow]
-    assert "within 0.2 s" in str(slow.result().failure) and fast.is_generated
+    generator = make(waits, timeout_s=slow(0.5), attempts=1)
+    late, fast = start(generator, 3), start(generator, 1)
+    assert step_to_the_end(generator) == [fast, late]
+    assert f"within {slow(0.5):g} s" in str(late.result().failure) and fast.is_generated
 
 
 def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:

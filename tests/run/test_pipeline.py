@@ -378,7 +378,7 @@ class Slow(Tracker):
         pass
 
     def finish(self, status):
-        seen.append(f"{status} {'during' if step_two.wait(20) else 'before'} step 2")
+        seen.append(f"{status} {'during' if step_two.wait(200) else 'before'} step 2")
 """
 
 

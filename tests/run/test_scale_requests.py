@@ -18,6 +18,7 @@ from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.run.config import Config, parse_config
 from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import ScaleRequest, ScaleRequests, request_replicas
+from tests.support.speed import slow
 
 
 def config_of(directory: Path) -> Config:
@@ -91,7 +92,7 @@ def test_each_sender_gets_its_own_answer_and_withdraws_only_its_own_request(tmp_
     lock, requests = DirectoryLock(tmp_path), ScaleRequests(tmp_path)
     taken: list[ScaleRequest] = []
     with ThreadPoolExecutor(3) as senders:
-        impatient = senders.submit(request_replicas, tmp_path, 2, timeout_s=0.3)
+        impatient = senders.submit(request_replicas, tmp_path, 2, timeout_s=slow(0.3))
         while not list(tmp_path.glob("scale_request*.json")):
             assert not impatient.done()
         others = [senders.submit(request_replicas, tmp_path, number, timeout_s=600.0) for number in (3, 4)]

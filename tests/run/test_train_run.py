@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.support.speed import slow
 from tests.support.train_run import LORA, Run, assert_whole, sent, trained_prompts
 
 pytestmark = pytest.mark.long(40)
@@ -182,7 +183,7 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     run = start(
         f"reward.function={demo / 'slow.py'}:reward",
         "reward.workers=2",
-        "weights.timeout_s=1",
+        f"weights.timeout_s={slow(1)}",
         "train.steps=3",
         "eval.every_steps=0",
         "eval.prompts=8",
@@ -297,7 +298,7 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
     start: Callable[..., Run], demo: Path
 ) -> None:
     """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
-    run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=10", "goals={}")
+    run = start(f"timeouts.heartbeat_s={slow(4):g}", "train.steps=40", "checkpoint.save_every_steps=10", "goals={}")
     run.wait_for_step(3)
     (demo / "config.yaml").unlink()  # the run has read it
     assert run.kill("ray::TrainActor") == 1
@@ -307,16 +308,16 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
     run.wait_for_output("rollout replica-0 ended (The actor died")
     run.wait_for_step(8)
     run.signal("ray::RolloutActor", signal.SIGSTOP)
-    run.wait_for_output("rollout replica-0 ended (it has not answered for timeouts.heartbeat_s=4 s)")
+    run.wait_for_output(f"rollout replica-0 ended (it has not answered for timeouts.heartbeat_s={slow(4):g} s)")
     run.wait_for_step(13)
     run.signal("ray::TrainActor", signal.SIGSTOP)
-    run.wait_for_output("a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s=4 s)")
+    run.wait_for_output(f"a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s={slow(4):g} s)")
     run.wait_for_step(20)
     run.signal("ray::LedgerActor", signal.SIGSTOP)
     assert run.wait(timeout_s=600.0) == 1
     output = run.output()
     assert output.count("a trainer died") == 2 and "resumed after step 10" in output
-    assert re.search(r"waiting for trainer rank 0: no answer for \d+ s \(limit 4 s\)", output)
+    assert re.search(rf"waiting for trainer rank 0: no answer for \d+ s \(limit {slow(4):g} s\)", output)
     assert "EngineError: the prompt ledger died" in output and "Traceback" not in output
     run.wait_until_all_ended()
     done = [line["step"] for line in run.metrics()]

@@ -104,7 +104,7 @@ class Browser:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(100)
         os.close(self._in)
         os.close(self._out)
 

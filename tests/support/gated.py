@@ -20,6 +20,6 @@ class Gated(DurableFS):
     def before(self, operation: str, path: Path) -> None:
         if operation == "create" and path.suffix == ".distcp" and self.only in str(path):
             self.arrived.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(300)
             if self.error is not None:
                 raise self.error

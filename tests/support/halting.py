@@ -27,6 +27,6 @@ class Halting(DurableFS):
             self._left -= 1
             if self._left == 0:
                 self.arrived.set()
-                assert self.gate.wait(30)
+                assert self.gate.wait(300)
                 if self.error is not None:
                     raise self.error

@@ -119,7 +119,7 @@ class NetworkHost:
             assert pipe is not None, "it is a pipe"
             pipe.close()
         try:
-            self._process.wait(30)
+            self._process.wait(300)
         except subprocess.TimeoutExpired as exc:
             raise HostNetworkError(f"{self.name} has not ended within 30 s") from exc
 

@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, order: str, question: str, *, first: bool) -> None:
         if order == "stall" or (order == "stall once" and first):
-            time.sleep(5.0 if order == "stall once" else 60.0)
+            time.sleep(500.0 if order == "stall once" else 600.0)
         if order == "wait":
             time.sleep(0.2)
         if order == "fail" or (order == "fail once" and first):

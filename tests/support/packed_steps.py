@@ -12,6 +12,7 @@ import torch
 
 from hwrl.interfaces import Batch, TokenLoss
 from hwrl.train import FsdpEngine, OutputScorer
+from tests.support.near import assert_near
 
 
 def steps_in_both_forms(
@@ -57,8 +58,8 @@ def _forgetting(scorer: OutputScorer) -> Any:
 def assert_same_steps(steps: list[dict[str, Any]]) -> None:
     packs, rows = steps
     assert packs["metrics"].pop("padding_share") <= rows["metrics"].pop("padding_share")
-    assert packs["metrics"] == pytest.approx(rows["metrics"], rel=1e-5, abs=1e-5)
-    torch.testing.assert_close(packs["logprobs"], rows["logprobs"], atol=1e-5, rtol=1e-5)
+    assert packs["metrics"] == pytest.approx(rows["metrics"], rel=1e-4, abs=1e-5)
+    assert_near(packs["logprobs"], rows["logprobs"])
     assert len(packs["gradients"]) > 1
     for one, other in zip(packs["gradients"], rows["gradients"], strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert_near(one, other)

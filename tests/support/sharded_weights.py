@@ -11,6 +11,7 @@ from hwrl.comm import Comm, Group, Store, connect_store, raw_bytes
 from hwrl.interfaces import Backend
 from hwrl.weights import CoSender, SharedReads, WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.speed import slow
 
 SLAB_NBYTES = 4096
 Named = list[tuple[str, torch.Tensor]]
@@ -84,7 +85,7 @@ class TrainerSide:
         if rank:
             self.co_sender = CoSender(self.store, backend=self.backend)
         else:
-            options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": 20.0} | options
+            options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": slow(20.0)} | options
             self.sender = WeightSender(self.store, backend=self.backend, senders=senders, **options)
 
     def __enter__(self) -> TrainerSide:

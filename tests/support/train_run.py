@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from hwrl.models import load_model
 from hwrl.run.demo import write_demo
 from hwrl.run.report import METRICS, read_metrics
+from tests.support.speed import slow
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 _LINE_NBYTES = 16384
@@ -34,6 +35,8 @@ SMALL = [
     "eval.every_steps=12",
     "eval.prompts=32",
     "goals={}",
+    f"timeouts.heartbeat_s={slow(60)}",
+    f"weights.timeout_s={slow(60)}",
 ]
 """A short run: 24 steps with 4 prompts each."""
 ADAPTER = "model/adapter_model.safetensors"
@@ -134,7 +137,7 @@ class Run:
     def close(self) -> None:
         while self.kill():
             time.sleep(0.05)  # until the kernel has removed them from /proc
-        self.process.wait(10)
+        self.process.wait(100)
         self._log.close()
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, event: str) -> None:

@@ -17,6 +17,7 @@ from hwrl.weights.control import ControlChannel
 from hwrl.weights.messages import Proposal
 from hwrl.weights.transport import ReceiverContext, TransportReceiver
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.speed import slow
 
 
 @pytest.fixture
@@ -25,7 +26,9 @@ def store() -> Iterator[Store]:
 
 
 def sender_of(store: Store, **options: Any) -> WeightSender:
-    return WeightSender(store, **{"backend": CpuBackend(INFO), "timeout_s": 10.0, **options})
+    """``timeout_s`` is that of an idle machine."""
+    options["timeout_s"] = slow(options.get("timeout_s", 10.0))
+    return WeightSender(store, **{"backend": CpuBackend(INFO), **options})
 
 
 def receiver_of(store: Store, replica: str = "r0", **options: Any) -> WeightReceiver:
@@ -76,7 +79,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(20.0)
+        thread.join(slow(200.0))
         assert ended, "the thread is still at work"
         if isinstance(ended[0], Exception):
             raise ended[0]

@@ -10,11 +10,12 @@ from typing import Any
 from hwrl.interfaces import Sampling
 from hwrl.rollout import Workflow, WorkflowGenerator, WorkflowSettings
 from tests.support.scripted_rollout import CountingEngine, Lengths
+from tests.support.speed import slow
 
 
 @contextlib.contextmanager
 def generator_of(workflow: Workflow, **settings: Any) -> Iterator[WorkflowGenerator]:
-    chosen: Any = {"max_samples": 1, "timeout_s": 1.0, "cancel_s": 0.1, **settings}
+    chosen: Any = {"max_samples": 1, "timeout_s": slow(1.0), "cancel_s": slow(0.1), **settings}
     generator = WorkflowGenerator(
         CountingEngine(),
         workflow,

@@ -274,4 +274,4 @@ def test_a_receive_without_an_end_does_not_keep_the_kit_alive() -> None:
     (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "hwrl-kit-receive")
     assert thread.daemon, "the interpreter would wait for it"
     ended.set()
-    assert waiting.result(20.0)
+    assert waiting.result(200.0)

@@ -16,6 +16,7 @@ from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, PolicyLoss, TrainedStep, read_model_flops
 from hwrl.train.balance import divide_rows, imbalance
 from tests.support.fsdp_training import engine_on, groups_of, join
+from tests.support.near import assert_near
 
 GROUP = 8
 PROMPT = 128
@@ -107,7 +108,7 @@ def test_balanced_ranks_take_the_steps_of_one_rank_mini_batch_by_mini_batch(mode
     store = serve_store()
     pair = run_processes(train, 2, model_directory, store_address(store), 2)
     for name, tensor in alone["weights"].items():
-        torch.testing.assert_close(pair[0]["weights"][name], tensor, atol=1e-4, rtol=1e-4)  # AdamW magnifies rounding
+        assert_near(pair[0]["weights"][name], tensor, share=1e-3)  # AdamW magnifies rounding
     for one in pair:
         for step, wanted in zip(one["steps"], alone["steps"], strict=True):
             assert (step.tokens, step.flops) == (wanted.tokens, wanted.flops)

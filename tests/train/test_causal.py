@@ -30,6 +30,7 @@ from hwrl.interfaces import Batch
 from hwrl.train import MicroBatch, OutputScorer
 from hwrl.train.causal import CausalModel
 from hwrl.train.packing import make_pack, make_rows
+from tests.support.near import assert_near
 from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
 
 ROPE: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -112,7 +113,7 @@ def test_each_model_is_called_in_the_fastest_right_way(name: str, caplog: pytest
     assert causal.scores == (name not in LOGITS)
     _, scores = called(model, causal)
     wanted = plain(model)
-    torch.testing.assert_close(scores, wanted, atol=2e-5, rtol=1e-5)
+    assert_near(scores, wanted)
     theirs = gradients(model, wanted)
     for parameter, gradient in gradients(model, scores).items():
         largest = max(1.0, float(theirs[parameter].abs().max()))
@@ -211,4 +212,4 @@ def test_a_kernel_that_refuses_is_a_reason(monkeypatch: pytest.MonkeyPatch, capl
     model, causal = proven(PACKED["qwen3"])
     assert not causal.packs
     assert "a pack is refused: head_dim 7 is not supported" in caplog.text
-    torch.testing.assert_close(called(model, causal)[1], plain(model), atol=2e-5, rtol=1e-5)
+    assert_near(called(model, causal)[1], plain(model))

@@ -16,6 +16,7 @@ from hwrl.interfaces import Capability, Support
 from hwrl.train import FsdpEngine, PolicyLoss
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from tests.support.fsdp_training import batch_of, engine_on, groups_of
+from tests.support.near import assert_near
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +156,6 @@ def test_an_engine_traces_its_layers_once_and_takes_the_same_steps(
 def test_compiled_layers_compute_what_plain_ones_do(directory: Path) -> None:
     plain, compiled = (engine_on(directory, None, compile=wanted) for wanted in (False, True))
     batch = batch_of(groups_of(5, seed=0))
-    torch.testing.assert_close(compiled.logprobs(batch), plain.logprobs(batch), atol=1e-5, rtol=1e-5)
+    assert_near(compiled.logprobs(batch), plain.logprobs(batch))
     losses = [engine.train_batch(batch, loss=PolicyLoss())["loss"] for engine in (plain, compiled)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-5)

@@ -21,6 +21,7 @@ from hwrl.train.context_parallel import ContextGroup, HeadExchange
 from hwrl.train.packing import PackShare, make_pack
 from hwrl.train.pass_memory import measure_pass
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, without_padding
+from tests.support.near import assert_near
 from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
 from tests.support.roomy import Roomy
 
@@ -166,12 +167,12 @@ def assert_equal_steps(directory: Path, *, ranks: int, context: int, **changes: 
     together = run_processes(steps, ranks, directory, store_address(store), ranks, context, changes)
     for one in together:
         for metrics, wanted in zip(one["metrics"], alone["metrics"], strict=True):
-            assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+            assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-5)
         assert len(alone["gradients"][0]) > 1
-        torch.testing.assert_close(one["gradients"], alone["gradients"], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=1e-5, rtol=1e-5)
+        assert_near(one["gradients"], alone["gradients"])
+        assert_near(one["logprobs"], alone["logprobs"])
     assert together[0]["weights"].keys() == alone["weights"].keys()
-    torch.testing.assert_close(together[0]["weights"], alone["weights"], atol=1e-5, rtol=1e-5)
+    assert_near(together[0]["weights"], alone["weights"], share=1e-3)
 
 
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -217,9 +218,9 @@ def test_every_model_that_trains_in_packs_can_be_shared() -> None:
     first, second = run_processes(score_in_pairs, 2, store_address(store))
     for name in PACKED:
         scores, gradients = scores_of(name, PackShare(), None)
-        torch.testing.assert_close(torch.cat([first[name][0], second[name][0]]), scores, atol=1e-5, rtol=1e-5)
+        assert_near(torch.cat([first[name][0], second[name][0]]), scores)
         added = [one + other for one, other in zip(first[name][1], second[name][1], strict=True)]
-        torch.testing.assert_close(added, gradients, atol=1e-4, rtol=1e-4)
+        assert_near(added, gradients)
 
 
 # -- memory and compilation ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hwrl.models import load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import CriticEngine, ValueLoss
 from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on, without_padding
+from tests.support.near import assert_near
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 
@@ -57,7 +58,7 @@ def test_values_are_products_of_the_states_before_the_tokens(model_directory: Pa
     shifted = torch.cat([torch.zeros(batch.rows, 1), wanted[:, :-1]], 1) * batch.mask
     estimated, metrics = critic.estimate(batch, rewards_of(batch))
     assert estimated.values is not None and estimated.returns is not None
-    torch.testing.assert_close(estimated.values, shifted, atol=1e-6, rtol=1e-4)
+    assert_near(estimated.values, shifted)
     assert 0 < shifted[batch.mask].abs().mean() < 0.1
     whitened = estimated.advantages[batch.mask]
     assert whitened.mean().item() == pytest.approx(0, abs=1e-5)
@@ -118,7 +119,7 @@ def test_two_ranks_train_the_critic_of_one(model_directory: Path, changes: dict[
     for one in pair:
         for mine, wanted in zip(one["metrics"], alone["metrics"], strict=True):
             assert without_padding(mine) == pytest.approx(without_padding(wanted), rel=1e-3, abs=1e-5)
-        torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-3, atol=1e-5)
+        assert_near(one["weights"], alone["weights"], share=1e-3)
 
 
 def test_the_critic_goes_on_where_it_was_saved(model_directory: Path, tmp_path: Path) -> None:

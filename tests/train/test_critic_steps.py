@@ -18,6 +18,7 @@ from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, CriticEngine, Engines, FsdpEngine, PolicyLoss
 from hwrl.train.padding import token_rewards
 from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on
+from tests.support.near import assert_near
 
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 
@@ -107,7 +108,7 @@ def test_two_ranks_take_the_steps_of_one(model_directory: Path, changes: dict[st
             assert {name: mine[name] for name in same} == pytest.approx(
                 {name: wanted[name] for name in same}, rel=2e-3, abs=1e-5
             )
-        torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-3, atol=1e-5)
+        assert_near(one["weights"], alone["weights"], share=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{}, OFFLOADED], ids=["resident", "offloaded"])
@@ -153,7 +154,7 @@ def test_rewards_lose_the_divergence_from_the_reference(model_directory: Path) -
     assert metrics["reference_kl"] == pytest.approx(0.25)
     assert estimated.returns is not None  # with λ = 1 a return is the sum of the rewards from here on
     left = batch.mask.flip(1).cumsum(1).flip(1) * batch.mask
-    torch.testing.assert_close(estimated.returns, -0.125 * left.float(), atol=1e-5, rtol=1e-4)
+    assert_near(estimated.returns, -0.125 * left.float())
 
 
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:

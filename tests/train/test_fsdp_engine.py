@@ -33,6 +33,7 @@ from tests.support.fsdp_training import (
     train,
     without_padding,
 )
+from tests.support.near import assert_near
 from tests.support.packed_models import PACKED, SIZES, random_model
 
 
@@ -113,7 +114,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut_into_parts(model_directory: P
     first, second = (engine.train_batch(batch, loss=PolicyLoss("tis")) for engine in (whole, parts))
     assert without_padding(first) == pytest.approx(without_padding(second), rel=1e-4)
     for (_, one), (_, other) in zip(whole.named_weights(), parts.named_weights(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)  # AdamW's first step magnifies rounding
+        assert_near(one, other, share=1e-3)  # AdamW's first step magnifies rounding
 
 
 def test_state_goes_on_where_it_was_saved(model_directory: Path) -> None:
@@ -241,11 +242,11 @@ def test_logprobs_in_chunks_equal_the_plain_formula(model_directory: Path, chunk
     wanted, wanted_entropy = plain_formula(engine, batch)
     engine.scorer.chunk_logits = chunk
     logprobs, entropy = engine.forward(micro_batch(batch))
-    torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy, wanted_entropy, atol=1e-5, rtol=1e-5)
+    assert_near(logprobs, wanted)
+    assert_near(entropy, wanted_entropy)
     for one, other in zip(gradients_of(engine, logprobs), gradients_of(engine, wanted), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(engine.logprobs(batch)[batch.mask], wanted.detach(), atol=1e-5, rtol=1e-5)
+        assert_near(one, other)
+    assert_near(engine.logprobs(batch)[batch.mask], wanted.detach())
 
 
 def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> dict[str, Any]:

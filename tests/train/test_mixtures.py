@@ -19,6 +19,7 @@ from hwrl.testing.processes import run_processes
 from hwrl.train import PolicyLoss
 from hwrl.weights import SharedWeights, WeightLayout, WeightReceiver, WeightSender
 from tests.support.fsdp_training import assert_same_training, batch_of, engine_on, full, groups_of, join, train
+from tests.support.near import assert_near
 from tests.support.packed_steps import assert_same_steps, steps_in_both_forms
 
 EXPERT = "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -147,7 +148,7 @@ def test_experts_run_one_after_the_other_where_the_device_cannot_multiply_groups
     assert "Experts run one after the other: the device has no such operation" in caplog.text
     looped = engine.logprobs(batch)
     monkeypatch.undo()
-    torch.testing.assert_close(looped, grouped.logprobs(batch), atol=1e-5, rtol=1e-5)
+    assert_near(looped, grouped.logprobs(batch))
 
 
 def test_an_adapter_trains_beside_the_experts_and_the_base_keeps_its_names(mixture_directory: Path) -> None:

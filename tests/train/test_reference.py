@@ -15,6 +15,7 @@ from hwrl.interfaces import LoraSettings
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss, ReferenceModel
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, join, settings_on
+from tests.support.near import assert_near
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 
@@ -65,7 +66,7 @@ def test_two_ranks_have_the_reference_of_one(model_directory: Path, changes: dic
     pair = run_processes(compare, 2, model_directory, store_address(store), 2, changes)
     for rank, found in enumerate(pair):
         wanted = alone.logprobs(batch_of(groups_of(5, seed=0)[rank::2]))
-        torch.testing.assert_close(found["before"], wanted, rtol=0, atol=1e-5)
+        assert_near(found["before"], wanted)
         assert torch.equal(found["after"], found["before"])
 
 

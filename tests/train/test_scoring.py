@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hwrl.train import OutputScorer, VocabularyShard
+from tests.support.near import assert_near
 
 POSITIONS, SIZE, VOCABULARY = 60, 24, 512
 
@@ -43,7 +44,7 @@ def test_scores_and_gradients_are_those_of_the_formula(chunk: int, biased: bool)
     tensors = (hidden, weight, bias if biased else None, targets)
     wanted = with_gradients(plain, *tensors)
     for one, other in zip(with_gradients(OutputScorer(0.7, chunk), *tensors), wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert_near(one, other)
 
 
 @pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 1 << 27])
@@ -101,14 +102,14 @@ def test_logits_that_a_model_computed_have_the_same_scores() -> None:
 
     wanted = with_gradients(plain, hidden, weight, bias, targets)
     for one, other in zip(with_gradients(score, hidden, weight, bias, targets), wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert_near(one, other)
 
 
 def test_bfloat16_is_multiplied_in_bfloat16_and_scored_in_float32() -> None:
     tensors = inputs(dtype=torch.bfloat16)
     scores, *gradients = with_gradients(OutputScorer(0.7, 7 * VOCABULARY), *tensors)
     wanted, *wanted_gradients = with_gradients(plain, *tensors)
-    torch.testing.assert_close(scores, wanted, atol=1e-5, rtol=1e-5)
+    assert_near(scores, wanted)
     for one, other in zip(gradients, wanted_gradients, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one - other).norm() < 0.02 * other.norm()
@@ -121,7 +122,7 @@ def test_autocast_gives_its_dtype_to_the_product_and_the_parameters_keep_theirs(
         scores = OutputScorer(0.7)(hidden, weight, bias, targets)
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     wanted = plain(hidden.bfloat16(), weight.bfloat16(), bias.bfloat16(), targets)
-    torch.testing.assert_close(scores, wanted, atol=1e-5, rtol=1e-5)
+    assert_near(scores, wanted)
 
 
 def test_no_position_has_no_score_and_a_gradient_of_zero() -> None:
@@ -185,7 +186,7 @@ def test_shards_of_the_vocabulary_give_the_scores_and_gradients_of_the_whole(of_
         scorer = OutputScorer(0.7, 7 * half, shard)
         with scorer.for_loss(None, entropy_gradient=bool(of_entropy)):
             scores, _, of_weight = with_gradients(scorer, hidden, mine, None, targets, of_entropy=of_entropy)
-        torch.testing.assert_close(scores, wanted[0], atol=1e-5, rtol=1e-5)
+        assert_near(scores, wanted[0])
         of_its_part = wanted[2][rank * half : (rank + 1) * half]
         torch.testing.assert_close(of_weight, of_its_part, atol=atol, rtol=1e-5)
     torch.testing.assert_close(added[0] + added[1], wanted[1], atol=atol, rtol=1e-5)

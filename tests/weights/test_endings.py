@@ -20,6 +20,7 @@ from hwrl.weights.messages import Start, Vote, VoteKind
 from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
+from tests.support.speed import slow
 from tests.support.weight_link import (
     beside,
     channel_of,
@@ -34,7 +35,7 @@ from tests.support.weight_link import (
 
 __all__ = ["store"]  # the fixture
 
-SOON_S = 200.0  # far below every timeout of these tests, far above what a busy machine takes
+SOON_S = slow(200.0)  # far below every timeout of these tests, far above what a busy machine takes
 
 
 class Collective:
@@ -95,7 +96,7 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
     store: Store, tmp_path: Path, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = Collective(fault=fault)
-    options = {"transport": transport, "slab_nbytes": 4096, "directory": tmp_path, "timeout_s": 60.0}
+    options = {"transport": transport, "slab_nbytes": 4096, "directory": tmp_path, "timeout_s": 600.0}
     with sender_of(store, **options) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         if fault == "interrupt":
@@ -158,7 +159,7 @@ def test_a_source_that_no_receiver_wants_is_not_begun(store: Store) -> None:
 def test_a_healthy_receiver_waits_as_long_as_the_sender_waits_for_a_hung_one(store: Store) -> None:
     with sender_of(store, timeout_s=3.0) as sender, receiver_of(store, "healthy") as healthy:
         receiver_of(store, "hangs")
-        waiting = beside(lambda: healthy.receive(timeout_s=2.0))  # less than the sender has for the hung one
+        waiting = beside(lambda: healthy.receive(timeout_s=slow(2.0)))  # less than the sender has for the hung one
         report = sender.publish(1, model_of(1))
         assert (report.receivers, set(report.excluded)) == (1, {"hangs"})
         assert waiting().version == 1
@@ -222,7 +223,7 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
 
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_a_deposed_sender_that_wakes_late_hides_no_version_of_the_new_one(store: Store, transport: str) -> None:
-    options = {"transport": transport, "timeout_s": 60.0}
+    options = {"transport": transport, "timeout_s": 600.0}
     with sender_of(store, **options) as first, receiver_of(store) as receiver:
         exchange(first, [receiver], 1)
         channel, earlier = channel_of(store), newest_proposal(store)
@@ -258,13 +259,13 @@ def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Stor
         waiting = beside(lambda: healthy.receive(timeout_s=600.0))
         publishing = beside(lambda: (sender.publish(1, model_of(1)), time.monotonic()))
         begin, seen, channel = time.monotonic(), 0, channel_of(store)
-        while healthy.version is None and time.monotonic() - begin < 8.0:
+        while healthy.version is None and time.monotonic() - begin < slow(8.0):
             if channel.newest() != seen:  # for every round joins a receiver that never takes part
                 seen = channel.newest()
                 channel.join(name.format(seen))
         assert waiting().version == 1
         report, ended = publishing()
-        assert report.receivers == 1 and ended - begin < 4 * 0.5 + SOON_S
+        assert report.receivers == 1 and ended - begin < slow(4 * 0.5) + SOON_S
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])

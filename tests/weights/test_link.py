@@ -31,6 +31,7 @@ from hwrl.weights.transport import SenderRound
 from hwrl.weights.transports.device import DeviceSender, Lanes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend
+from tests.support.speed import slow
 from tests.support.weight_link import (
     beside,
     channel_of,
@@ -138,7 +139,7 @@ def test_a_receiver_that_does_not_come_is_named_and_may_join_again(store: Store)
     ):
         report = exchange(sender, [here], 1)
         assert report.receivers == 1
-        assert dict(report.excluded) == {"absent": "it was not ready to receive within 2 s"}
+        assert dict(report.excluded) == {"absent": f"it was not ready to receive within {slow(2):g} s"}
         with pytest.raises(ReceiverExcludedError, match=r"was not ready to receive[\s\S]*join\(\)"):
             absent.receive(timeout_s=200.0)
         absent.join()
@@ -225,7 +226,7 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
 def test_an_offer_that_comes_between_two_looks_is_not_overslept(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timing = ReceiverTiming(look_s=5.0)
+    timing = ReceiverTiming(look_s=1000.0)
     with (
         sender_of(store, transport="host", directory=tmp_path) as sender,
         receiver_of(store, timing=timing) as receiver,
@@ -242,7 +243,7 @@ def test_an_offer_that_comes_between_two_looks_is_not_overslept(
         monkeypatch.setattr(ControlChannel, "newest", look_and_be_late)
         begin = time.monotonic()
         assert receiver.receive(timeout_s=600.0).version == 1
-        assert time.monotonic() - begin < 20.0
+        assert time.monotonic() - begin < 500.0
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,7 @@ def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
 ) -> None:
     weights = _Closing()
     with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=1.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=slow(1.0)))
         with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
             sender.publish(1, weights.source())
         assert weights.closed, raised
@@ -497,4 +498,4 @@ def test_the_time_of_a_transfer_does_not_include_connecting(store: Store, monkey
     with sender_of(store) as sender, receiver_of(store) as receiver:
         monkeypatch.setattr("hwrl.weights.transports.device.Lanes", Slow)
         report = exchange(sender, [receiver], 1)
-        assert 0.0 < report.transfer_s < 1.0 < report.seconds["wire"]
+        assert 0.0 < report.transfer_s <= report.seconds["wire"] - 1.0

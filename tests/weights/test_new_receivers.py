@@ -13,11 +13,12 @@ import pytest
 
 from hwrl.comm import Store
 from hwrl.weights import TransferReport, WeightReceiver, WeightSender, withdraw
+from tests.support.speed import slow
 from tests.support.weight_link import beside, channel_of, model_of, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
-TIMEOUT_S, SOON_S, PATIENCE_S = 10.0, 5.0, 0.2
+TIMEOUT_S, SOON_S, PATIENCE_S = 10.0, slow(5.0), slow(0.2)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_new_receiver_that_does_not_come_is_excluded_in_the_end(
                 excluded = dict(publish(sender, version, old)[1].excluded)
                 if excluded or time.monotonic() > deadline_s:
                     break
-            assert excluded == {"new": "it was not ready to receive within 4 s"}
+            assert excluded == {"new": f"it was not ready to receive within {slow(4):g} s"}
             assert "'new' is excluded" in caplog.text and sender.new_receivers() == ()
 
 
@@ -104,7 +105,9 @@ def test_a_receiver_that_joins_again_and_again_and_never_comes_cannot_hold_a_ver
 ) -> None:
     with receiver_of(store, "old") as old:
         seconds, report = publish(sender, 1, old)
-        assert report.receivers == 1 and seconds < 2 * TIMEOUT_S, "of the first version no receiver is known to come"
+        assert report.receivers == 1 and seconds < slow(2 * TIMEOUT_S), (
+            "of the first version no receiver is known to come"
+        )
         for version in (2, 3):
             seconds, report = publish(sender, version, old)
             assert report.receivers == 1 and seconds < SOON_S, "the others do not wait for it"

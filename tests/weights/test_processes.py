@@ -18,6 +18,7 @@ from hwrl.weights.transport import ReceiverContext
 from hwrl.weights.transports.host import HostReceiver
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend, DyingBackend, LateBackend
+from tests.support.speed import slow
 from tests.support.weight_link import channel_of, newest_proposal
 
 SLAB_NBYTES = 4096
@@ -134,7 +135,7 @@ def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_versi
         receivers, excluded, took_s, later, later_excluded = processes.wait(0).value
         assert (receivers, later, later_excluded) == (2, 2, {})
         assert excluded.keys() == {f"r{dies}"} and "was lost in the transfer" in excluded[f"r{dies}"]
-        assert took_s < 20.0
+        assert took_s < 300.0
         assert [processes.wait(rank).value for rank in (1, 2, 3) if rank != dies] == [[1, 2]] * 2
         assert "exit code -9" in str(processes.wait(dies).error)
 
@@ -297,7 +298,7 @@ def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken(tmp_path:
         kept = old.receive(timeout_s=300.0)
         assert not await_keys(store, ["in mid-write"], timeout_s=300.0)
         with pytest.raises(CommTimeoutError, match="version 2 is still being written"):
-            old.receive(timeout_s=0.5)
+            old.receive(timeout_s=slow(0.5))
         processes.kill(0)
         processes.wait(0)
         with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender died"):

@@ -61,7 +61,7 @@ class Python:
 
     def result(self) -> tuple[int, str, str]:
         """Its exit status, output and errors, once it has ended."""
-        out, err = self._process.communicate(timeout=100)
+        out, err = self._process.communicate(timeout=2000)
         return self._process.returncode, out, err
 
 

@@ -64,7 +64,7 @@ def _run_share(dtype: str, names: Sequence[str]) -> dict[str, str]:
             child.start()
             send.close()
             outcome |= zip(rest, _reasons(receive), strict=False)
-            child.join(10.0)  # on a busy machine even the end of a process takes seconds
+            child.join(100.0)  # on a busy machine even the end of a process takes seconds
             child.kill()
             if child.exitcode != 0 and len(outcome) < len(names):
                 words.seek(0)

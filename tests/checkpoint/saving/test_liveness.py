@@ -14,9 +14,10 @@ from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointSaveError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.speed import slow
 
 BACKEND = CpuBackend(INFO)
-TIMEOUT_S, NOTICE_S = 4.0, 15.0
+TIMEOUT_S, NOTICE_S = slow(4.0), slow(15.0)
 PATIENT_S = 600.0  # of ranks that lose nobody: a busy machine may hold one up
 RANKS = 3
 

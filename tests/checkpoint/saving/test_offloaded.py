@@ -104,7 +104,7 @@ def test_the_next_offload_waits_for_what_is_not_written_yet(tmp_path: Path) -> N
         offloader.offload(params=False)
         with offloader.lending():
             opened.save(1, state_of(model, optimizer), offloader=offloader)
-        assert fs.arrived.wait(30)
+        assert fs.arrived.wait(300)
         offloader.load()
         train_step(model, optimizer)
         after = copy_of(state_of(model, optimizer))
@@ -113,7 +113,7 @@ def test_the_next_offload_waits_for_what_is_not_written_yet(tmp_path: Path) -> N
         offloading.join(0.3)
         assert offloading.is_alive(), "it overwrote what the checkpoint still needs"
         fs.gate.set()
-        offloading.join(30)
+        offloading.join(300)
         assert not offloading.is_alive()
         opened.wait()
         offloader.load()
@@ -140,7 +140,7 @@ def test_all_that_is_lent_at_once_stays_until_it_is_given_back() -> None:
         assert offloading.is_alive() and copy is not None, "one is lent for itself"
         assert torch.equal(copy.tensor, before)
         copy.give_back()
-        offloading.join(30)
+        offloading.join(300)
         assert not offloading.is_alive() and copies.lend(torch.ones(3)) is None
 
 

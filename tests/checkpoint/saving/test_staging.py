@@ -133,7 +133,7 @@ def test_device_memory_is_given_back_while_the_save_runs_and_the_host_needs_a_ri
     with CheckpointManager(tmp_path, backend=backend, fs=fs, **options) as manager:
         before_nbytes = backend.memory_info().allocated_nbytes
         report = manager.save(1, state)
-        assert fs.arrived.wait(30)
+        assert fs.arrived.wait(300)
         assert backend.memory_info().allocated_nbytes - before_nbytes < nbytes // 2, "the copy is still there"
         fs.gate.set()
         manager.wait()
@@ -180,7 +180,7 @@ def test_a_step_beside_a_save_takes_no_room_from_the_next(tmp_path: Path) -> Non
         for number in range(1, 5):
             fs.halt_again()
             assert manager.save(number, state).cloned_nbytes == 30 * mib, number
-            assert fs.arrived.wait(30)
+            assert fs.arrived.wait(300)
             step(nbytes=20 * mib)  # 30 + 30 + 20
             fs.gate.set()
             manager.wait()

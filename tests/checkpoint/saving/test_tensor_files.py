@@ -41,7 +41,7 @@ class Meeting(DurableFS):
 
     def before(self, operation: str, path: Path) -> None:
         if operation == "create" and path.suffix == ".distcp":
-            self._all_here.wait(30)
+            self._all_here.wait(300)
         if operation == "sync" and path.name == self._broken:
             raise OSError(28, "No space left on device", str(path))
 

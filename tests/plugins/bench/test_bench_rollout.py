@@ -100,7 +100,7 @@ def test_the_process_of_a_way_ends_with_its_benchmark() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.stdin.close()
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(600) == -signal.SIGKILL
 
 
 def test_the_command_measures_an_engine_and_names_what_it_could_not(

@@ -32,6 +32,7 @@ from hwrl_megatron.memory import engine_memory
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.supported import make_layout
 from tests.support.megatron_models import CONFIGS, EXPERTS, SIZES, to_another_format, with_saved_names, write_model
+from tests.support.near import assert_near
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     directory = write_model(tmp_path / "demo", CONFIGS[name])
     engine, other, batch = megatron(directory), fsdp(directory), batch_of(7, seed=1)
     wanted = hf_logprobs(directory, batch, temperature=0.8)
-    torch.testing.assert_close(engine.logprobs(batch)[batch.mask], wanted, atol=2e-5, rtol=1e-5)
+    assert_near(engine.logprobs(batch)[batch.mask], wanted)
     assert_close(copies(engine), with_saved_names(directory, copies(other)), atol=0.0)
     for seed in range(4):
         metrics, expected = (one.train_batch(batch_of(7, seed=seed), loss=PolicyLoss("tis")) for one in (engine, other))
@@ -124,7 +125,7 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in engine.named_weights()}
     engine.export(tmp_path / "exported")
     exported = hf_logprobs(tmp_path / "exported", batch, temperature=0.8)
-    torch.testing.assert_close(engine.logprobs(batch)[batch.mask], exported, atol=2e-5, rtol=1e-5)
+    assert_near(engine.logprobs(batch)[batch.mask], exported)
 
 
 @pytest.mark.parametrize("form", ["several files", "another format"])
@@ -137,7 +138,7 @@ def test_it_loads_what_transformers_does(
         to_another_format(directory)
     batch = batch_of(7, seed=1)
     wanted = hf_logprobs(directory, batch, temperature=0.8)
-    torch.testing.assert_close(megatron(directory).logprobs(batch)[batch.mask], wanted, atol=2e-5, rtol=1e-5)
+    assert_near(megatron(directory).logprobs(batch)[batch.mask], wanted)
     assert ("one rank reads all" in caplog.text) == (form == "another format")
 
 

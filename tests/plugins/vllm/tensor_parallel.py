@@ -23,6 +23,7 @@ from hwrl.weights import WeightSender
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.linked import Linked, interrupted
 from tests.plugins.vllm.serving import ON_HOST, Policy, Weights, engine_of, finish, generate, requests_of
+from tests.support.speed import slow
 
 PLAIN = "HWRL_TEST_PLAIN"
 
@@ -86,7 +87,7 @@ def _check_a_dead_sender(linked: Linked, policy: Policy) -> None:
 
 
 def send_and_die(address: str, transport: str, weights: Weights) -> None:
-    sender = WeightSender(connect_store(address), transport=transport, slab_nbytes=1 << 14, timeout_s=5.0)
+    sender = WeightSender(connect_store(address), transport=transport, slab_nbytes=1 << 14, timeout_s=slow(5.0))
     source = interrupted(weights, lambda: os.kill(os.getpid(), signal.SIGKILL))
     sender.publish(7, source, {INCARNATION: 0})
 
@@ -105,10 +106,10 @@ def _check_a_dead_worker(linked: Linked, policy: Policy, *, inline: bool) -> Non
     assert worker is not None
     began_s = time.monotonic()
     source = interrupted(policy.change(), lambda: os.kill(worker, signal.SIGKILL))
-    linked.sender = linked.new_sender(timeout_s=5.0)
+    linked.sender = linked.new_sender(timeout_s=slow(5.0))
     with pytest.raises(EngineError, match=r"version 22 was not (loaded|received)|failed while finishing a step"):
         linked.update(22, source)
-    assert time.monotonic() - began_s < 40
+    assert time.monotonic() - began_s < slow(40)
     assert linked.engine.version == -1
     linked.engine.submit(requests_of(1))
     with pytest.raises(EngineError, match="the engine has no weights"):

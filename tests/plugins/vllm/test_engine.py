@@ -39,6 +39,7 @@ from tests.plugins.vllm.serving import (
     requests_of,
     write_model,
 )
+from tests.support.speed import slow
 from tests.support.weight_link import beside
 
 REPO = Path(__file__).parents[3]
@@ -337,7 +338,7 @@ def test_a_corrupt_version_is_not_received_and_the_old_one_serves(
             with place.open("r+b") as file:
                 file.write(b"\x01")
         with pytest.raises(TransferFailedError, match="bytes received differ from those written"):
-            receiver.receive(timeout_s=5.0)
+            receiver.receive(timeout_s=slow(5.0))
     requests = requests_of(3)
     policy.check_greedy(requests, generate(engine, requests))
 

@@ -20,6 +20,7 @@ from hwrl.weights import WeightSource
 from hwrl_vllm import LocalClient, ServerClient, TransferTrainer, TransferTrainerInit
 from tests.plugins.vllm.serving import BLOCK, LONGEST, ON_HOST, Policy
 from tests.plugins.vllm.vllm_server import ON_DEVICE, PLAIN, REPO, VllmServer, of_page, vllm_server
+from tests.support.speed import slow
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -141,7 +142,7 @@ def test_a_failed_update_leaves_the_old_version_and_a_server_that_takes_the_next
                 raise RuntimeError("the trainer's error")
             yield name, tensor.detach()
 
-    trainer = trainer_for(server, WeightSource(trained.named_parameters, read), timeout_s=5.0)
+    trainer = trainer_for(server, WeightSource(trained.named_parameters, read), timeout_s=slow(5.0))
     trainer.send_weights()
     fails[0] = True
     with pytest.raises(RuntimeError, match="the trainer's error"):

@@ -16,6 +16,7 @@ from hwrl.weights import WeightLayout, WeightSource
 from hwrl_vllm import TransferTrainer, TransferTrainerInit, plugin
 from tests.plugins.vllm import stand_in
 from tests.plugins.vllm.stand_in import VERSIONS, Worker, Workers
+from tests.support.speed import slow
 from tests.support.tiny_model import tiny_model
 
 MakeWorkers = Callable[..., Workers]
@@ -70,7 +71,7 @@ def same(workers: Workers, model: torch.nn.Module) -> bool:
 
 def trainer_for(workers: Workers, model: torch.nn.Module, **settings: Any) -> TransferTrainer:
     """``timeout_s`` is long: workers are threads of this process, and its machine may be busy."""
-    settings = {"timeout_s": 60.0, **settings}
+    settings = {"timeout_s": 600.0, **settings}
     return TransferTrainer(TransferTrainerInit(**settings), client=workers, source=WeightSource.from_module(model))
 
 
@@ -135,7 +136,7 @@ def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
         return stage(layout)
 
     monkeypatch.setattr(loading, "stage", stage_if_room)
-    trainer = trainer_for(workers, model, timeout_s=2.0)
+    trainer = trainer_for(workers, model, timeout_s=slow(2.0))
     trainer.send_weights()
     old = tiny_model()
     old.load_state_dict(model.state_dict())
@@ -165,7 +166,7 @@ def test_a_load_that_fails_says_that_weights_are_mixed_and_the_next_one_repairs_
 def test_a_transfer_in_place_that_fails_leaves_no_whole_version(workers_of: MakeWorkers) -> None:
     workers, model = workers_of(), tiny_model()
     broken = workers.workers[1].model
-    trainer = trainer_for(workers, model, keep_old_version=False, timeout_s=2.0)
+    trainer = trainer_for(workers, model, keep_old_version=False, timeout_s=slow(2.0))
     for fails in (True, False):
         broken.fails = fails
         with pytest.raises(EngineError, match="weights are of two versions") if fails else nullcontext():
@@ -208,7 +209,7 @@ def test_a_lost_call_that_begins_or_ends_an_update_loses_no_version(
 
 def test_a_missing_worker_is_noticed_before_anything_is_sent(workers_of: MakeWorkers) -> None:
     with pytest.raises(EngineError, match=r"not all of vLLM's workers have joined(.|\n)*only these have: \[0\]"):
-        trainer_for(workers_of(count=1, of=2), tiny_model(), timeout_s=2.0)
+        trainer_for(workers_of(count=1, of=2), tiny_model(), timeout_s=slow(2.0))
 
 
 def test_a_worker_that_cannot_reach_the_trainer_raises_nothing(

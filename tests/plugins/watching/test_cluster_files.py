@@ -109,7 +109,7 @@ def is_free(port: int) -> bool:
 
 def test_a_job_starts_ray_on_all_nodes_trains_and_leaves_nothing(tmp_path: Path, jobs: list[SlurmJob]) -> None:
     jobs.append(job := SlurmJob(tmp_path, "config.yaml", "train.steps=3"))
-    assert job.process.wait(30) == 0
+    assert job.process.wait(300) == 0
     head, worker, waits, run = sorted(
         job.notes(), key=lambda line: (line[0] != "s", "--head" not in line, line[0] == "h")
     )
@@ -130,13 +130,13 @@ def test_a_job_at_its_time_limit_saves_and_goes_back_into_the_queue(tmp_path: Pa
     jobs.append(job := SlurmJob(tmp_path, "long.yaml"))
     job.wait_for("hwrl train long.yaml")
     job.process.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B:TERM does
-    assert job.process.wait(30) == 130
+    assert job.process.wait(300) == 130
     assert job.notes()[-1] == "scontrol requeue 7"
 
 
 def test_a_failed_run_fails_the_job_once(tmp_path: Path, jobs: list[SlurmJob]) -> None:
     jobs.append(job := SlurmJob(tmp_path, "bad.yaml"))
-    assert job.process.wait(30) == 1
+    assert job.process.wait(300) == 1
     assert not any(line.startswith("scontrol") for line in job.notes())
 
 

@@ -85,7 +85,7 @@ def test_a_tracker_that_hangs_delays_the_end_only_up_to_a_limit() -> None:
 
     class Hanging(Recorder):
         def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-            release.wait(60)
+            release.wait(600)
 
     thread = TrackerThread("mine", Hanging, RUN, log=logged.append)
     for step in range(20_000):
@@ -216,7 +216,7 @@ def test_after_a_resume_a_tracker_starts_when_the_earlier_one_has_ended(tmp_path
 
     class Slow(Recorder):
         def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-            release.wait(60)
+            release.wait(600)
 
         def finish(self, status: RunStatus) -> None:
             order.append(f"the first {status}")
@@ -247,7 +247,7 @@ def test_a_tracker_that_hangs_at_a_resume_is_given_up_and_a_new_one_goes_on(hang
         def _note(self, name: str, *what: object) -> None:
             if name == hangs:
                 hung.append(threading.current_thread())
-                release.wait(60)
+                release.wait(600)
             super()._note(name, *what)
 
     class Next(Recorder):
@@ -260,12 +260,12 @@ def test_a_tracker_that_hangs_at_a_resume_is_given_up_and_a_new_one_goes_on(hang
     first.log({}, step=1)
     first.begin_finish("interrupted")
     following = TrackerThread("mine", lambda: next_tracker, RUN, log=logged.append, earlier=first, wait_s=0.05)
-    started = following_started.wait(20)
+    started = following_started.wait(200)
     following.log({}, step=2)
     told = list(logged)
     release.set()
     following.finish("finished")
-    hung[0].join(60)
+    hung[0].join(600)
     assert started, "the new tracker waited for ever"
     assert len(told) == 1 and "the tracker mine failed (it did not finish within 0.05 s)" in told[0]
     assert logged == told, "told once"
@@ -288,7 +288,7 @@ def test_a_tracker_that_has_ended_is_dropped() -> None:
         gone.append(weakref.ref(current))
         started = threading.Event()
         current = TrackerThread("mine", partial(Next, started), RUN, log=pytest.fail, earlier=current)
-        assert started.wait(20)
+        assert started.wait(200)
         current.log({}, step=step)
     assert [ref() for ref in gone] == [None] * 3
     current.finish("finished")

@@ -31,5 +31,5 @@ def test_an_abort_while_connecting_does_not_wait_for_a_dead_store() -> None:
         receiver.abort()
         telling = [thread for thread in threading.enumerate() if thread.name == "hwrl-call-off"]
         assert telling, "it still looks for the store, in a thread of its own"
-    telling[0].join(60.0)
+    telling[0].join(600.0)
     assert not telling[0].is_alive()

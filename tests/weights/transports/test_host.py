@@ -78,12 +78,12 @@ def test_a_receiver_follows_while_the_version_is_written_and_may_time_out_and_co
 
     def reach() -> None:
         reached.set()
-        assert gate.wait(20.0)
+        assert gate.wait(200.0)
 
     backend = LateBackend(at=1 + there, reach=reach)
     with sender_of(store, backend=backend, directory=tmp_path, **_SLABS) as sender, receiver_of(store) as receiver:
         publishing = beside(lambda: sender.publish(1, _slabs(1)))
-        assert reached.wait(20.0)
+        assert reached.wait(200.0)
         with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 slabs are written"):
             receiver.receive(timeout_s=0.05)
         assert receiver.poll() == 1

@@ -27,6 +27,7 @@ from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_cpu.inline import InlineEvent, InlineStream
+from tests.support.speed import slow
 from tests.support.weight_link import opened_memories, received_by, store
 
 __all__ = ["store"]  # the fixture
@@ -34,7 +35,7 @@ __all__ = ["store"]  # the fixture
 SLAB_NBYTES = 1 << 16
 SLABS = 4
 TENSORS = 120
-SLOW_S = 3.0
+SLOW_S = slow(3.0)
 LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
@@ -70,7 +71,7 @@ class FailingOnce(IpcReceiver):
 
 
 @contextlib.contextmanager
-def sender_to(store: Store, receivers: int = 1, *, timeout_s: float = 9.0) -> Iterator[WeightSender]:
+def sender_to(store: Store, receivers: int = 1, *, timeout_s: float = slow(9.0)) -> Iterator[WeightSender]:
     with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s) as sender:
         sender.wait_for_receivers(receivers)
         yield sender
@@ -82,7 +83,7 @@ def seconds_to_publish(sender: WeightSender, version: int, weights: Any) -> floa
     return time.monotonic() - begin
 
 
-def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
+def send(address: str, receivers: int, *, timeout_s: float = slow(9.0)) -> Any:
     with sender_to(connect_store(address), receivers, timeout_s=timeout_s) as sender:
         reports = []
         for version in (1, 2):
@@ -94,7 +95,7 @@ def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
 
 def send_or_receive(rank: int, address: str, *kinds: type[IpcReceiver]) -> Any:
     if rank == 0:
-        return send(address, len(kinds), timeout_s=SLOW_S if Slow in kinds else 9.0)
+        return send(address, len(kinds), timeout_s=SLOW_S if Slow in kinds else slow(9.0))
     transports = received_by("ipc", kinds[rank - 1])
     with WeightReceiver(connect_store(address), replica=f"r{rank}", transports=transports) as receiver:
         while receiver.version != 2:
@@ -117,7 +118,7 @@ def test_a_receiver_that_fails_between_windows_is_heard_at_once_and_gets_the_ver
     store = serve_store()
     reports, *right = run_processes(send_or_receive, 3, store_address(store), FailingOnce, IpcReceiver)
     assert [report[:2] for report in reports] == [(2, {}), (2, {})] and right == [True, True]
-    assert reports[0][2] < 5.0, "the sender waited for the failed receiver until its time was up"
+    assert reports[0][2] < slow(5.0), "the sender waited for the failed receiver until its time was up"
 
 
 class Slow(IpcReceiver):
@@ -185,7 +186,7 @@ def fail_and_send_again(rank: int, address: str) -> Any:
 def test_a_sender_that_fails_goes_on_when_nobody_reads_and_sends_again_at_once() -> None:
     store = serve_store()
     seconds, right = run_processes(fail_and_send_again, 2, store_address(store))
-    assert right and seconds < 8.0
+    assert right and seconds < slow(8.0)
 
 
 def interrupt_the_vote(rank: int, address: str, times: int) -> Any:
@@ -218,7 +219,7 @@ def interrupt_the_vote(rank: int, address: str, times: int) -> Any:
 def test_after_an_interrupted_vote_the_version_is_sent_again_at_once(times: int) -> None:
     store = serve_store()
     seconds, right = run_processes(interrupt_the_vote, 2, store_address(store), times)
-    assert right and seconds < 3.0
+    assert right and seconds < slow(3.0)
 
 
 class LosingSecond(CpuBackend):
