@@ -140,7 +140,7 @@ def _close_while_another_thread_waits(rank: int, address: str) -> str:
     while not group.watchers:
         time.sleep(0.001)
     group.close()
-    waiting.join(50.0)
+    waiting.join(500.0)
     store.set("over", "")
     return type(ended[0]).__name__ if ended else "still waiting"
 

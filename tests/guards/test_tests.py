@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support import speed
+from tests.support.near import assert_near
 from tests.support.order import long_ones_first
 
 REPO = Path(__file__).parents[2]
@@ -41,6 +45,59 @@ def test_the_scripts_name_tests_that_exist() -> None:
     named = {(path.name, name) for path in scripts for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())}
     assert named
     assert [f"{script} names {name}" for script, name in sorted(named) if not (REPO / name).is_file()] == []
+
+
+def limits_of(node: ast.AST) -> list[ast.expr]:
+    """Return the limits of time in ``node``: what a call waits at most, or how long something may have taken."""
+    if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("time.monotonic() -"):
+        return node.comparators[-1:]
+    if not isinstance(node, ast.Call):
+        return []
+    waits = isinstance(node.func, ast.Attribute) and node.func.attr in ("join", "result")
+    return [*(node.args[:1] if waits else ()), *(one.value for one in node.keywords if one.arg == "timeout")]
+
+
+def test_no_limit_measures_the_machine() -> None:
+    """On a slow machine a test only takes longer. Below a second a limit is meant to run out."""
+    wrong = [
+        f"{path.relative_to(REPO)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((REPO / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for limit in limits_of(node)
+        if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and 1 <= limit.value < 100
+    ]
+    assert not wrong, "wait for 100 s or more, or slow(seconds) of tests/support/speed.py:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"}, 0.5),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/job/step", {"job/cpu.max": "50000 100000", "job/step/cpu.max": "max 100000"}, 0.5),
+    ],
+)
+def test_the_share_of_a_container_is_the_number_of_its_cores(
+    tmp_path: Path, group: str, files: dict[str, str], cores: float | None
+) -> None:
+    (tmp_path / "groups").write_text(f"7:memory:/elsewhere\n{group}\n")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert speed.cores(tmp_path / "groups", tmp_path) == (cores or len(os.sched_getaffinity(0)))
+
+
+def test_what_is_near_is_rounding_only() -> None:
+    wanted = torch.linspace(-1, 1, 4096)
+    assert_near({"weight": wanted + 1e-7}, {"weight": wanted})
+    one_step = wanted.clone()
+    one_step[7] += 4e-5  # of Adam, where a gradient is a rounding error
+    assert_near([one_step], [wanted])
+    wrong = wanted.clone()
+    wrong[7] += 0.1
+    for other in (wrong, wanted / 2, wanted[:7]):
+        with pytest.raises(AssertionError):
+            assert_near({"weight": other}, {"weight": wanted})
 
 
 class Item:

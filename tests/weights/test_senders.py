@@ -337,7 +337,7 @@ def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
     report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda kind, why: written.append(kind))
     end: Any = SimpleNamespace(abort=ended.set)
     with stopped_by_rank_0(report, end):
-        assert ended.wait(50.0), "nobody ended the operation that waits"
+        assert ended.wait(500.0), "nobody ended the operation that waits"
     assert set(written) == {ShareKind.LOST}
 
 

@@ -100,7 +100,7 @@ def _wait_until_it_serves(process: subprocess.Popen[bytes], port: int, log: Path
     deadline = time.monotonic() + 3000
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=500).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

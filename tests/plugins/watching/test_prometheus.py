@@ -67,7 +67,7 @@ def scrape(targets: Path) -> dict[str, float]:
     for address in addresses:
         with (
             contextlib.suppress(OSError),  # the agent is not up yet
-            urllib.request.urlopen(f"http://{address}/metrics", timeout=5.0) as answer,
+            urllib.request.urlopen(f"http://{address}/metrics", timeout=500.0) as answer,
         ):
             lines += answer.read().decode().splitlines()
     found = (re.fullmatch(r'(ray_hwrl_\w+)\{.*\brun="sorting".*\} (\S+)', line) for line in lines)
