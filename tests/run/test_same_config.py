@@ -12,6 +12,7 @@ import pytest
 from hwrl.run.demo import write_demo
 from hwrl.run.report import Metrics, read_metrics
 from tests.support.backends import runs_here
+from tests.support.speed import slow
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 STEPS = 40
@@ -26,6 +27,8 @@ WORDS = [
     "eval.every_steps=0",
     "eval.prompts=16",
     "goals={}",
+    f"timeouts.heartbeat_s={slow(60)}",
+    f"weights.timeout_s={slow(60)}",
 ]
 
 

@@ -59,6 +59,14 @@ def slowness() -> float:
 if TIMEOUT_SCALE not in os.environ:
     os.environ[TIMEOUT_SCALE] = f"{min(_OWN_LOAD * slowness(), _SLOWEST):.1f}"
 
+for _name, _seconds, _unit in (
+    ("RAY_gcs_server_port_wait_time_s", 30, 1),
+    ("RAY_raylet_start_wait_time_s", 30, 1),
+    ("RAY_worker_register_timeout_seconds", 60, 1),
+    ("RAY_agent_register_timeout_ms", 100, 1000),
+):  # Ray gives up its own processes if they start more slowly
+    os.environ.setdefault(_name, f"{scaled(_seconds) * _unit:.0f}")
+
 slow = scaled
 """Return a number of seconds of an idle machine for this one. What must run out, but not for what is healthy."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
+from tests.support.speed import slow
 
 pytestmark = pytest.mark.long(50)
 
@@ -23,6 +24,8 @@ WORDS = [
     "checkpoint.save_every_steps=30",
     "eval.prompts=32",
     "goals={}",
+    f"timeouts.heartbeat_s={slow(60)}",
+    f"weights.timeout_s={slow(60)}",
 ]
 
 
