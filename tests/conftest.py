@@ -16,6 +16,13 @@ gc.disable()  # it takes a quarter of the time of the imports, until the tests a
 # Every test runs on the reference backend, on every machine, unless the caller names another one.
 os.environ.setdefault("HWRL_BACKEND", "cpu")
 
+if importlib.util.find_spec("hypothesis"):  # not in the environments of other stacks
+    from hypothesis import HealthCheck, settings
+
+    # On a slow machine an example takes longer than it allows.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
 # Most tests start processes that import their test module; without this each spends one to three seconds on imports.
 preload(
     "pytest",

@@ -313,7 +313,7 @@ class RandomRun:
         self._saved = (len(self.lines), json.loads(json.dumps(self.ledger.state_dict())))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 5),

@@ -157,7 +157,7 @@ def test_rows_are_divided_where_that_reads_the_fewest_bytes() -> None:
     assert divide(moved(lengths, division)) == RowDivision(division.ranges), "now each row is in its range"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     lengths=st.lists(st.sampled_from([5, 6, 7, 40, 41, 200, 900, 901, 4000, 9000]), min_size=1, max_size=200),
     position_nbytes=st.sampled_from([0, 64, 1024, 1 << 16]),

@@ -67,7 +67,7 @@ def _slices(draw: st.DrawFn) -> tuple[torch.Tensor, list[slice], bool]:
 
 
 @given(st.lists(_slices(), min_size=1, max_size=4), st.sampled_from([512, 1024, 4096]))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_slice_of_every_tensor_arrives(wanted: list[tuple[torch.Tensor, list[slice], bool]], slab: int) -> None:
     named = [(f"t{number}", tensor) for number, (tensor, _, _) in enumerate(wanted)]
     layout, targets, rules = WeightLayout.plan(named, slab_nbytes=slab), [], []

@@ -70,7 +70,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 @given(_models())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_model_arrives_bit_for_bit(named: Named) -> None:
     layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
     received = _sent(layout, named).tensors
@@ -81,7 +81,7 @@ def test_every_model_arrives_bit_for_bit(named: Named) -> None:
 
 
 @given(_models())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_slabs_and_offsets_keep_their_bounds(named: Named) -> None:
     layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
     assert all(slab.nbytes <= SLAB_NBYTES and slab.offset % 512 == 0 for slab in layout.slabs)
@@ -93,7 +93,7 @@ def test_slabs_and_offsets_keep_their_bounds(named: Named) -> None:
 
 
 @given(_models())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_json_gives_the_same_layout_and_hash(named: Named) -> None:
     layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
     again = WeightLayout.from_json(layout.to_json())
@@ -129,7 +129,7 @@ _ROWS = st.lists(
         }
     )
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_hostile_json_is_refused_or_is_a_layout(found: object) -> None:
     try:
         layout = WeightLayout.from_json(json.dumps(found))
@@ -192,7 +192,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 
 @given(st.integers(1, 200_000), st.integers(0, 10**9), st.integers(1, 255))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: int) -> None:
     layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], slab_nbytes=1 << 18)
     flat = FlatVersion.on(torch.device("cpu"), layout)
