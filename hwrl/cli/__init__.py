@@ -10,11 +10,12 @@ from contextlib import suppress
 from itertools import takewhile
 
 from hwrl import __version__
+from hwrl.cli.arguments import count, local_path
 from hwrl.cli.commands import Commands
 from hwrl.errors import HwrlError, with_notes
 from hwrl.output import discard, printable_output
 
-__all__ = ["main"]
+__all__ = ["count", "local_path", "main"]
 
 _EXTRA_OF = dict.fromkeys(
     ["matplotlib", "pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"

@@ -27,7 +27,6 @@ BUILT_IN = (
     "train",
     "report",
     "plan",
-    "simulate",
     "scale",
     "doctor",
     "checkpoints",

@@ -15,7 +15,7 @@ The other processes run the code in :mod:`hwrl.run.processes`: trainer ranks, re
 package has the handles with which one process calls another.
 
 Without a run: :mod:`hwrl.run.config` is the configuration, :mod:`hwrl.run.plan` computes memory and link traffic for
-``hwrl plan``, :mod:`hwrl.run.simulate` is ``hwrl simulate``, and :mod:`hwrl.run.demo` writes the demo's files.
+``hwrl plan``, and :mod:`hwrl.run.demo` writes the demo's files.
 """
 
 from __future__ import annotations

@@ -211,9 +211,9 @@ class RunReport:
         return kept
 
 
-def read_metrics(directory: Path) -> list[Metrics]:
-    """Return the lines of ``metrics.jsonl``, sorted by step. Damaged lines are skipped."""
-    return _read(directory / METRICS)[0]
+def read_metrics(path: Path) -> list[Metrics]:
+    """Return the lines of a ``metrics.jsonl``, or of that in a run directory, by step. Damaged lines are skipped."""
+    return _read(path / METRICS if path.is_dir() else path)[0]
 
 
 def _read(path: Path, *, last_step: float = float("inf")) -> tuple[list[Any], list[int]]:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,17 +23,13 @@ import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout import PromptLedger
-from hwrl.run.cluster.placement import DeviceCounts
-from hwrl.run.config import Config
-from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, make_ledger
-from hwrl.run.report import Metrics, StepRates
-from hwrl.run.report.bottleneck import BATCH_WAIT
-from hwrl.run.simulate.events import EventQueue
-from hwrl.run.simulate.fleet import SimulatedFleet
-from hwrl.run.simulate.replica import SimulatedReplica
-from hwrl.run.simulate.size import SimulatedSize
-from hwrl.run.simulate.workload import Workload
+from hwrl.rollout import PromptLedger, has_variance
+from hwrl.run import Config, Metrics
+from hwrl_simulate.events import EventQueue
+from hwrl_simulate.fleet import SimulatedFleet
+from hwrl_simulate.replica import SimulatedReplica
+from hwrl_simulate.size import SimulatedSize
+from hwrl_simulate.workload import Workload
 
 TELL_S = 10.0
 _STUCK_S = 3 * 86400.0
@@ -83,8 +80,16 @@ def _endless_ledger(config: Config) -> PromptLedger:
     """Return a ledger whose stream of prompts does not end before the last step of ``config``, whatever the lead."""
     limits = config.async_training
     further = (limits.staleness_threshold + 1) * limits.trigger_parameter_sync_step
-    return make_ledger(
-        config.model_copy(update={"train": config.train.model_copy(update={"steps": config.train.steps + further})})
+    return PromptLedger(
+        groups_per_version=config.groups_per_version,
+        max_staleness=limits.staleness_threshold,
+        total_groups=(config.train.steps + further) * config.train.batch_groups,
+        lead_groups=config.lead_groups,
+        group_timeout_s=config.rollout.group_timeout_s,
+        max_attempts=config.rollout.max_attempts,
+        max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
+        teaches=has_variance if config.algorithm.filter_groups else None,
+        max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
     )
 
 
@@ -103,11 +108,9 @@ class _Simulation:
             random=self._random,
             on_change=self._on_change,
         )
-        rollout = config.rollout.replicas * config.rollout.tensor_parallel
-        self._rates = StepRates([], devices=DeviceCounts(rollout, size.devices), now=lambda: self._events.now_s)
         self._lines: list[Metrics] = []
         self._step = self._saved_step = self._version = self._incarnation = 0
-        self._saved = EMPTY_LEDGER
+        self._saved = self._ledger.state_dict()
         self._trainer_epoch = 0  # an event that the trainer scheduled in an earlier epoch, before its death, is void
         self._waits_for: str | None = None  # "batch"; or "drain": the replicas finish their groups before a transfer
         self._draining: list[SimulatedReplica] = []
@@ -116,7 +119,8 @@ class _Simulation:
         self._step_s: list[float] = []  # from the first end of the step before to the first end of each step
         self._progress_s = 0.0
         self._metrics: Metrics = {}
-        self._batch: list[PromptGroup] = []
+        self._totals: dict[str, dict[str, float]] = {}  # of each replica, when the last line was written
+        self._line_s = 0.0
         self._is_serving = False  # a transfer to new replicas is in progress
 
     def run(self, log: Callable[[str], None] | None) -> SimulatedRun:
@@ -125,7 +129,6 @@ class _Simulation:
             self._fleet.add()
         self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
         self._deliver()
-        self._rates.start_clock()
         self._schedule_failure()
         self._begin_step()
         while len(self._lines) < self._config.train.steps:
@@ -196,7 +199,6 @@ class _Simulation:
         token_s = work.train_token_s * (work.shared_train_ratio if self._size.shared else 1.0)
         train_s = work.train_fixed_s + token_s * max(tokens / self._config.train.ranks, longest)
         train_s *= math.exp(work.train_sigma * self._random.standard_normal() - work.train_sigma**2 / 2)
-        self._batch = groups
         self._metrics = {
             "response/length_mean": tokens / len(groups) / self._config.rollout.n,
             "response/length_max": longest,
@@ -205,7 +207,6 @@ class _Simulation:
             "staleness/max": float(max(ages)),
             "partial/ratio": sum(span > 0 for span in spans) / len(spans),
             "timing_s/wait": self._events.now_s - self._since_s,
-            BATCH_WAIT: self._events.now_s - self._since_s,
             "timing_s/train": train_s,
             "timing_s/sync": 0.0,
         }
@@ -257,16 +258,8 @@ class _Simulation:
             self._fleet.take_weights(replica, version=self._version, incarnation=self._incarnation)
 
     def _finish_step(self) -> None:
-        totals = {name: replica.totals(self._events.now_s) for name, replica in self._fleet.replicas.items()}
-        info = BatchInfo(
-            [group.sequence_number for group in self._batch],
-            asdict(self._ledger.counts()),
-            totals,
-            self._ledger.take_untrained(),
-        )
-        rates = self._rates.metrics(self._metrics, info)
         line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
-        line = {**line, **self._metrics, **rates}
+        line = {**line, **self._metrics, **self._rates()}
         if self._step > len(self._step_s):
             self._step_s.append(self._events.now_s - self._progress_s)
             self._progress_s = self._events.now_s
@@ -277,6 +270,25 @@ class _Simulation:
             pause_s += self._workload.checkpoint_s
             self._saved, self._saved_step = self._ledger.state_dict(), self._step
         self._after(pause_s, self._begin_step)
+
+    def _rates(self) -> Metrics:
+        """Return the ledger's counts, and what the replicas have done since the last line, under a real run's names."""
+        now_s = self._events.now_s
+        elapsed_s, self._line_s = max(now_s - self._line_s, 1e-9), now_s
+        totals = {name: replica.totals(now_s) for name, replica in self._fleet.replicas.items()}
+        added: Counter[str] = Counter()
+        for name, total in totals.items():
+            before = self._totals.get(name, {})
+            added.update({key: value - before.get(key, 0.0) for key, value in total.items()})
+        self._totals = totals
+        filtered = len(self._ledger.take_untrained().filtered)
+        return {
+            **{f"ledger/{name}": float(value) for name, value in asdict(self._ledger.counts()).items()},
+            "groups/filtered_ratio": filtered / (filtered + self._config.train.batch_groups),
+            "rollout/tokens_per_s": added["tokens"] / elapsed_s,
+            "rollout/replicas": float(len(totals)),
+            **{f"rollout/{name}": added[name] for name in ("idle_s", "generate_s", "update_s")},
+        }
 
     # -- failures -------------------------------------------------------------------------------------------------
 
@@ -312,7 +324,6 @@ class _Simulation:
         self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
         self._version = self._step // self._config.async_training.trigger_parameter_sync_step
         self._fleet.rows.clear()
-        self._rates.go_back(self._lines)
         self._after(self._sync_s(), self._resume)
 
     def _resume(self) -> None:

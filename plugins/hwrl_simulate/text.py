@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hwrl.run.simulate.calibration import averages, settled
-from hwrl.run.simulate.simulation import SimulatedRun
-from hwrl.run.simulate.workload import Workload
+from hwrl_simulate.calibration import averages, settled
+from hwrl_simulate.simulation import SimulatedRun
+from hwrl_simulate.workload import Workload
 
 _COLUMNS = {
     "devices": "{:,}",

@@ -9,13 +9,10 @@ from pathlib import Path
 from statistics import NormalDist, median, stdev
 
 from hwrl.errors import ConfigError, manual
-from hwrl.run.config import Config
-from hwrl.run.report import METRICS, Metrics
-from hwrl.run.report.bottleneck import BUSY_SECONDS
-from hwrl.run.report.records import read_records
-from hwrl.run.simulate.simulation import simulate
-from hwrl.run.simulate.size import SimulatedSize, placed
-from hwrl.run.simulate.workload import Lengths, Workload, longest_response
+from hwrl.run import Config, Metrics, read_metrics
+from hwrl_simulate.simulation import simulate
+from hwrl_simulate.size import SimulatedSize, placed
+from hwrl_simulate.workload import Lengths, Workload, longest_response
 
 _POSITIVE = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train")
 _SUMMED = ("rollout/generate_s", "rollout/tokens_per_s")
@@ -32,12 +29,12 @@ def read_run(path: Path) -> list[Metrics]:
 
     Raises ConfigError.
     """
-    path = path / METRICS if path.is_dir() else path
+    path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"{path} cannot be read", why="there is no such file", fix=f"name a run directory, or its {METRICS}"
+            f"{path} cannot be read", why="there is no such file", fix="name a run directory, or its metrics.jsonl"
         )
-    lines = [line for line in read_records(path)[0] if all(name in line for name in _NEEDED)]
+    lines = [line for line in read_metrics(path) if all(name in line for name in _NEEDED)]
     if len(lines) < _MIN_LINES:
         raise ConfigError(
             f"{path} cannot calibrate a simulation",
@@ -196,7 +193,7 @@ def averages(lines: Sequence[Metrics]) -> dict[str, float]:
     wall_s = sum(line["perf/step_s"] for line in lines)
     idle_s, busy_s = (
         sum(line.get(f"rollout/{name}", 0.0) for line in lines for name in names)
-        for names in (["idle_s"], BUSY_SECONDS)
+        for names in (["idle_s"], ["generate_s", "update_s", "sleep_s"])
     )
     return {
         "step_s": wall_s / len(lines),

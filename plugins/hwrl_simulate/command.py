@@ -6,7 +6,7 @@ import argparse
 import sys
 from functools import partial
 
-from hwrl.cli.arguments import count, local_path
+from hwrl.cli import count, local_path
 from hwrl.errors import manual
 from hwrl.lazy import large_imports
 
@@ -43,29 +43,33 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     with large_imports():
-        from hwrl.run import simulate as sim
+        from hwrl_simulate import text
+        from hwrl_simulate.calibration import calibrate, read_run
+        from hwrl_simulate.simulation import simulate
+        from hwrl_simulate.size import scaled, synchronous
+        from hwrl_simulate.workload import Workload, assume
 
-    workload, sources = sim.Workload(), {}
+    workload, sources = Workload(), {}
     if args.metrics is not None:
-        measured = sim.calibrate(config, sim.read_run(args.metrics), sim.assume(workload, args.assume))
+        measured = calibrate(config, read_run(args.metrics), assume(workload, args.assume))
         sources = {name: "measured" for name in vars(measured) if vars(measured)[name] != vars(workload)[name]}
         workload = measured
-    workload = sim.assume(workload, args.assume)
+    workload = assume(workload, args.assume)
     sources |= {word.partition("=")[0]: "--assume" for word in args.assume}
     rows: list[dict[str, float]] = []
     tell = partial(print, file=sys.stderr)
     if not args.json:
-        print(sim.table_head(beside_sync=args.beside_sync), flush=True)
+        print(text.table_head(beside_sync=args.beside_sync), flush=True)
     for devices in args.devices:
-        size = sim.scaled(config, devices, steps=args.steps, fixed_batch=args.fixed_batch)
-        result = sim.simulate(size, workload, seed=args.seed, log=tell)
-        baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed, log=tell) if args.beside_sync else None
-        rows.append(sim.result_of(result, baseline))
+        size = scaled(config, devices, steps=args.steps, fixed_batch=args.fixed_batch)
+        result = simulate(size, workload, seed=args.seed, log=tell)
+        baseline = simulate(synchronous(size), workload, seed=args.seed, log=tell) if args.beside_sync else None
+        rows.append(text.result_of(result, baseline))
         if not args.json:
-            print(sim.table_row(rows[-1]), flush=True)  # the next one may take minutes
-        if (sentence := sim.limits_exceeded(result)) is not None:
+            print(text.table_row(rows[-1]), flush=True)  # the next one may take minutes
+        if (sentence := text.limits_exceeded(result)) is not None:
             print(sentence, file=sys.stderr)
-    print(sim.as_json(rows, workload, sources) if args.json else f"\n{sim.assumptions(workload, sources)}")
+    print(text.as_json(rows, workload, sources) if args.json else f"\n{text.assumptions(workload, sources)}")
     return 0
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import LeaseQueue, PromptLease, PromptLedger
-from hwrl.run.config import Config
-from hwrl.run.simulate.events import EventQueue
-from hwrl.run.simulate.replica import GeneratedGroup, SimulatedReplica
-from hwrl.run.simulate.workload import Lengths, Workload, longest_response
+from hwrl.run import Config
+from hwrl_simulate.events import EventQueue
+from hwrl_simulate.replica import GeneratedGroup, SimulatedReplica
+from hwrl_simulate.workload import Lengths, Workload, longest_response
 
 _PROMPT = np.zeros(1, dtype=np.int32)
 _ONES, _SAMPLES = np.ones(2, dtype=np.int32), np.arange(2, dtype=np.int32)

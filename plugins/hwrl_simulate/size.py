@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from hwrl.interfaces import Support
-from hwrl.run.cluster.placement import Machines, assign_devices, choose_senders, choose_transport
-from hwrl.run.config import Config
+from hwrl.errors import ConfigError
+from hwrl.run import Config
 
 DEVICES_OF_A_NODE = 8
 """The assumed number of devices per machine. The choice of the senders depends on it."""
+MOST_SENDERS = 8
+"""The most senders of a real run with ``weights.senders=auto``."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,25 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
 
     Trainer and replicas do not share devices. Raises ConfigError if there are too few devices.
     """
-    ranks, replicas, width = config.train.ranks, config.rollout.replicas, config.rollout.tensor_parallel
-    devices = ranks + replicas * width if devices is None else devices
-    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, tensor_parallel=width, may_share=False)
-    transport, _ = choose_transport(
-        bypass_cpu=config.weights.bypass_cpu,
-        shared=False,
-        one_machine=devices <= DEVICES_OF_A_NODE,
-        supports=lambda capability: Support("unverified", "assumed by the simulation"),
-    )
-    machines = Machines(
-        [str(reservation.devices[0] // DEVICES_OF_A_NODE) for reservation in assignment.ranks],
-        [str(device // DEVICES_OF_A_NODE) for reservation in assignment.replicas for device in reservation.devices],
-    )
-    senders, _ = choose_senders(
-        config.weights.senders, transport=transport, ranks=ranks, machines=machines, own_devices=True
-    )
+    ranks, width = config.train.ranks, config.rollout.tensor_parallel
+    needed = ranks + config.rollout.replicas * width
+    devices = needed if devices is None else devices
+    if needed > devices:
+        raise ConfigError(
+            f"the run needs {needed} devices",
+            why=f"train.ranks={ranks} and rollout.replicas={config.rollout.replicas} "
+            f"of rollout.tensor_parallel={width} need devices of their own, and {devices} are free",
+            fix="simulate more devices, or fewer ranks or replicas",
+        )
+    several_machines = devices > DEVICES_OF_A_NODE
+    if several_machines and not config.weights.bypass_cpu:
+        raise ConfigError(
+            f"weights cannot reach {devices} devices",
+            why=f"weights.bypass_cpu=false works on one machine only, and a machine has {DEVICES_OF_A_NODE} devices",
+            fix="set weights.bypass_cpu=true",
+        )
+    senders = config.weights.senders
+    if senders == "auto":  # as many as the adapters of a receiving machine, since it receives each byte once
+        widest = max(Counter(device // DEVICES_OF_A_NODE for device in range(ranks, needed)).values())
+        senders = min(ranks, widest, MOST_SENDERS) if several_machines else 1
     return SimulatedSize(config, devices, senders, shared=False)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwrl.errors import ConfigError, manual
-from hwrl.run.config import Config
+from hwrl.run import Config
 
 _NORMAL = NormalDist()
 _BLOCK = 1000
