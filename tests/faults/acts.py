@@ -42,6 +42,8 @@ class Scene:
 
     work: Path
     run: Run
+    run_again: Callable[[], None]
+    """Runs the same configuration again, to its end."""
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def find(self, victim: str) -> list[int]:
@@ -169,6 +171,25 @@ class Replace(FileFault):
 
 
 @dataclass(frozen=True)
+class Lose(FileFault):
+    """Delete the directory for good, or rename it; then perhaps run the same configuration ``again``, to its end."""
+
+    renames: bool = False
+    again: bool = False
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "second-run" if self.again else "disk"
+
+    def __call__(self, scene: Scene) -> None:
+        elsewhere = (scene.work / self.name).rename(scene.work / "elsewhere")
+        if not self.renames:
+            shutil.rmtree(elsewhere)
+        if self.again:
+            scene.run_again()
+
+
+@dataclass(frozen=True)
 class Protect(FileFault):
     """Make the directory read-only. Root may still write."""
 
@@ -267,4 +288,4 @@ def _remove_group(group: Path) -> None:
             time.sleep(0.1)
 
 
-Act = DisturbMachine | Starve | Send | Freeze | TerminateGroup | Limit | Replace | Protect | Edit
+Act = DisturbMachine | Starve | Send | Freeze | TerminateGroup | Limit | Replace | Lose | Protect | Edit

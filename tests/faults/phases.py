@@ -17,7 +17,7 @@ from pathlib import Path
 
 VARIABLE = "HWRL_FAULT_GATES"
 """The environment variable with the directory of ``gates.json``, a list of ``[phase, nth]``."""
-PATIENCE_S = 600.0
+PATIENCE_S = 1800.0
 
 _counts: Counter[str] = Counter()
 _counting = threading.Lock()

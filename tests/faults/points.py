@@ -6,7 +6,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.faults.acts import Act, DisturbMachine, Edit, Freeze, Limit, Protect, Replace, Send, Starve, TerminateGroup
+from tests.faults.acts import (
+    Act,
+    DisturbMachine,
+    Edit,
+    Freeze,
+    Limit,
+    Lose,
+    Protect,
+    Replace,
+    Send,
+    Starve,
+    TerminateGroup,
+)
 from tests.support.speed import slow
 
 HEARTBEAT_S = slow(8)
@@ -99,6 +111,8 @@ TWO_RANKS = ("train.ranks=2",)
 HOST = ("weights.bypass_cpu=false",)
 BACKGROUND = ("checkpoint.async_save=true",)
 UNSAVED = ("checkpoint.save_every_steps=0",)
+PATIENT = (f"timeouts.start_s={slow(600)}", f"timeouts.heartbeat_s={slow(60)}", f"timeouts.trainer_s={slow(1200)}")
+"""For a point that is about no limit."""
 FILTER = ("algorithm.filter_groups=true", "rollout.on_failure=skip", "rollout.max_attempts=1")
 """Prompts are filtered, and skipped; the reward ``teaches_some`` gives reasons for both."""
 WORKFLOW = ("rollout.workflow=tests.faults.workflow:factory", "rollout.max_model_len=24")
@@ -374,14 +388,26 @@ def _of_the_machine() -> list[Point]:
     ]
 
 
+def _two_writers() -> list[Point]:
+    """Points in which a run loses its directory while the trainer waits in its fourth step."""
+
+    def of(name: str, act: Act) -> Point:
+        return point(name, "error", at("stepping", act, nth=4), words=PATIENT, limit_s=BUSY_LIMIT_S)
+
+    return [
+        of("delete-run-directory-for-good", Lose("run")),
+        of("second-run-after-delete", Lose("run", again=True)),
+        of("second-run-after-rename", Lose("run", renames=True, again=True)),
+    ]
+
+
 def _finished_work() -> list[Point]:
     error = frozenset({"error"})
-    patient = (f"timeouts.start_s={slow(600)}", f"timeouts.heartbeat_s={slow(60)}", f"timeouts.trainer_s={slow(600)}")
-    late = ("checkpoint.save_every_steps=50", "eval.every_steps=0", *patient)
-    loss = ("algorithm.loss=tests.faults.rewards:loss_fails_once", *UNSAVED, *patient)
+    late = ("checkpoint.save_every_steps=50", "eval.every_steps=0", *PATIENT)
+    loss = ("algorithm.loss=tests.faults.rewards:loss_fails_once", *UNSAVED, *PATIENT)
     two_ranks = (*loss, *TWO_RANKS)
     killed = (at("judging", Send("KILL", "ledger"), nth=JUDGED),)
-    beside = ("eval.every_steps=60", "eval.prompts=1000", *UNSAVED, *patient)
+    beside = ("eval.every_steps=60", "eval.prompts=1000", *UNSAVED, *PATIENT)
     return [
         Point(
             "prompt-fails-after-40-steps",
@@ -395,7 +421,7 @@ def _finished_work() -> list[Point]:
         Point("loss-fails-unsaved", error, words=loss, limit_s=BUSY_LIMIT_S, saves=True),
         Point("loss-fails-on-one-rank-unsaved", error, words=two_ranks, limit_s=BUSY_LIMIT_S, saves=True),
         Point(
-            "kill-ledger-judging-unsaved", error, killed, words=(*UNSAVED, *patient), limit_s=BUSY_LIMIT_S, saves=True
+            "kill-ledger-judging-unsaved", error, killed, words=(*UNSAVED, *PATIENT), limit_s=BUSY_LIMIT_S, saves=True
         ),
         Point(
             "evaluation-of-1000-prompts",
@@ -420,6 +446,7 @@ POINTS = [
     *_filters(),
     *_workflows(),
     *_of_the_machine(),
+    *_two_writers(),
     *_finished_work(),
 ]
 """Every point. The number in a report is the place in this list."""

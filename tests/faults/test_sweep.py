@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
 FILTERING = [point for point in POINTS if point.filters]
 OF_MACHINE = [point for point in POINTS if point.of_machine]
-FINISHED = [point for point in POINTS if "finished-work" in point.labels]
+FINISHED = [point for point in POINTS if point.labels & {"finished-work", "second-run"}]
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",

@@ -107,6 +107,7 @@ class _Trial:
         self._memory: set[Path] = set()
         self._scene: Scene | None = None
         self.notes: list[str] = []
+        self._of_second: dict[Path, bytes] | None = None
         shutil.copytree(_template(), work, dirs_exist_ok=True)
         config = work / "config.yaml"
         config.write_text(config.read_text().replace(str(_template()), str(work)))
@@ -121,7 +122,7 @@ class _Trial:
         """Return a sentence about the end of the run with the faults. Raises FellError."""
         began_s = time.monotonic()
         first = self._start(self._point.reward, self._point.injections, "log-1", *self._point.words)
-        scene = self._scene = Scene(self.work, first)
+        scene = self._scene = Scene(self.work, first, self._run_again)
         watch = _Watch(first, limit_s=self._point.limit_s)
         for number, injection in enumerate(self._point.injections):
             self._wait_for_phase(injection, number, watch)
@@ -136,8 +137,14 @@ class _Trial:
             raise FellError(f"it ended with {end} (status {status}), not with {' or '.join(sorted(self._point.ends))}")
         alone = end == "killed" or bool(self._point.labels & {"raylet", "gcs"})  # then Ray must notice it alone
         sentences = [f"{end} after {ended_s - began_s:.0f} s"]
+        if self._of_second is not None:
+            require(self._files() == self._of_second, "the old run wrote into the new run's directory")
+            require("the path leads to another directory now" in first.output(), "the error does not say what happened")
         if end != "done":
             self._continue(scene)
+            if self._of_second is not None:
+                require("resumed after step 4" in self._runs[-1].output(), "it did not resume the new run")
+                self.notes.append("the new run kept every byte")
             if self._point.saves:
                 self._check_saved(first)
             sentences.append(f"continued in {time.monotonic() - ended_s:.0f} s")
@@ -157,6 +164,19 @@ class _Trial:
         self._check_processes(self._runs[-1], time.monotonic(), limit_s=LEFT_S)
         self._check_files()
         return ", ".join(sentences)
+
+    def _run_again(self) -> None:
+        """Run the point's configuration again, for four steps and without gates, while the first run waits."""
+        gates = self.work / "again"
+        gates.mkdir()
+        shutil.copy(self.work / "eval.jsonl", gates)
+        second = self._start("plain", (), "log-again", *self._point.words, "train.steps=4", gates=gates)
+        status = _Watch(second, limit_s=CONTINUES_S).wait_for_end()
+        require(status == 0, f"the second run ended with status {status}")
+        self._of_second = self._files()
+
+    def _files(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (self.work / "run").rglob("*") if path.is_file()}
 
     def _check_saved(self, first: Run) -> None:
         """Check that the run saved all steps that its log has, and that its continuation begins after them."""
@@ -191,12 +211,14 @@ class _Trial:
             with suppress(OSError):  # a file is gone; the directory is deleted next
                 self._scene.undo_all()
 
-    def _start(self, reward: str, injections: tuple[Injection, ...], log: str, *words: str) -> Run:
-        gates = [(injection.phase, injection.nth) for injection in injections]
-        (self.work / "gates.json").write_text(json.dumps(gates))
+    def _start(
+        self, reward: str, injections: tuple[Injection, ...], log: str, *words: str, gates: Path | None = None
+    ) -> Run:
+        gates = gates or self.work
+        (gates / "gates.json").write_text(json.dumps([(each.phase, each.nth) for each in injections]))
         function = f"reward.function={self.work / 'reward.py'}:{reward}"
         path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
-        env = {VARIABLE: str(self.work), "PYTHONPATH": path, "HWRL_BACKEND": "gated", "TMPDIR": str(self.work / "t")}
+        env = {VARIABLE: str(gates), "PYTHONPATH": path, "HWRL_BACKEND": "gated", "TMPDIR": str(self.work / "t")}
         if self._point.labels & {"clock", "slow-disk"}:
             set_machine(self.work / MACHINE_FILE)
             env |= {"LD_PRELOAD": str(_machine_library()), "HWRL_FAULT_MACHINE": str(self.work / MACHINE_FILE)}

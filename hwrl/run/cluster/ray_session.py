@@ -6,10 +6,12 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +21,7 @@ from typing import Any
 import ray
 
 from hwrl.discovery import get_backend
-from hwrl.errors import ConfigError, EngineError, attempt_all
+from hwrl.errors import ConfigError, EngineError, attempt_all, first_line, in_one_line
 from hwrl.run.cluster.placement import has_devices, plan_placement
 from hwrl.run.cluster.ray_security import admits_without_token, check_security, has_token, private_ray, secured
 from hwrl.run.config import Config
@@ -31,6 +33,15 @@ _CLIENT_SCHEME = "ray://"
 _CLIENT_PORT = 10001
 _SHUTDOWN_LOG_S = 10.0
 _SHUTDOWN_LOGS_BEFORE_KILL = 3
+
+_RETRY_PAUSES_S = (2.0, 10.0, 30.0)
+"""The pauses before further tries to start Ray. Its raylet gives Ray's agents 15 s, and no setting of Ray 2.60 changes
+that. A busy machine may need more; a later try finds their files in memory.
+"""
+_RAYLET_ERROR = re.compile(r"^\[.* [EFC] \d+ \d+\] \(raylet\) \S+ +(?:.*Check failed: \S+ )?(.*)$", re.MULTILINE)
+_SHOWN_CHARACTERS = 300
+_BUSY = 2.0
+"""The load for each core from which a machine is called busy."""
 
 _UNUSED_STARTS = ("start_monitor", "start_api_server", "start_log_monitor")
 """The methods of Ray's Node that start its autoscaler, its web server, and its reader of logs."""
@@ -85,9 +96,13 @@ def _watch_shutdown(ended: threading.Event, log: Callable[[str], None]) -> None:
             return
         log(f"waiting for the end of Ray's processes for {count * _SHUTDOWN_LOG_S:g} s")
         if count == _SHUTDOWN_LOGS_BEFORE_KILL:
-            for pid in children_of_ray():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill_children()
+
+
+def _kill_children() -> None:
+    for pid in children_of_ray():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def children_of_ray(proc: Path = Path("/proc")) -> list[int]:
@@ -114,31 +129,60 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
     plan_placement(config, get_backend(), devices=local_devices(config), one_machine=True)  # raises before Ray starts
     log("starting Ray on this machine")
     with private_ray() as directory:
-        try:
-            with _own_process_groups(), _without_token_advice(), few_processes():
-                _connect(
-                    config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
-                )
-        except Exception as exc:
-            ray.shutdown()  # ends the parts that have started
-            raise not_started(exc, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
+        for pause_s in (*_RETRY_PAUSES_S, None):
+            try:
+                with _own_process_groups(), _without_token_advice(), few_processes():
+                    _connect(
+                        config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
+                    )
+                break
+            except Exception as exc:
+                ray.shutdown()
+                _kill_children()  # the parts that have started
+                said = raylet_error(directory)
+                if pause_s is None or not was_slow(exc, said):
+                    raise not_started(exc, said, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
+                log(f"Ray did not start ({said or first_line(exc)}); trying again in {pause_s:g} s{_load()}")
+                time.sleep(pause_s)
         if not ray.nodes()[0]["NodeManagerAddress"].startswith("127."):
             log("warning: this version of Ray listens on all interfaces; only its token keeps others out")
         yield
 
 
-def not_started(exc: Exception, *, file_limit: int) -> EngineError:
-    """Return the error about a failed start of Ray. ``file_limit`` is the limit on the size of a file, in bytes."""
-    limited = file_limit != resource.RLIM_INFINITY
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    limit = f"; a file can have at most {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
-    return EngineError(
-        "Ray did not start on this machine",
-        why=f"{type(exc).__name__}: {lines[0] if lines else 'no reason given'}{limit if limited else ''}",
-        fix="run `ulimit -f unlimited` first"
-        if limited
-        else "check the limits of this shell (ulimit -a), memory, /dev/shm and the disk of RAY_TMPDIR or TMPDIR",
-    )
+def raylet_error(directory: Path) -> str:
+    """Return the last error in the log of the newest raylet under ``directory``, in one line; "" without one."""
+    try:
+        text = (directory / "session_latest/logs/raylet.out").read_text(errors="replace")
+    except OSError:
+        return ""
+    return next((line.strip()[:_SHOWN_CHARACTERS] for line in reversed(_RAYLET_ERROR.findall(text))), "")
+
+
+def was_slow(exc: Exception, said: str) -> bool:
+    """Return whether a start of Ray failed by a time limit: of the raylet, which ``said`` so, or of ray.init."""
+    return "timed out" in (said or str(exc)).lower()
+
+
+def _load() -> str:
+    """Return what the load of this machine is, as a further part of a sentence; "" if it is not busy."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    return f"; this machine is busy: its load is {load:.0f}, on {cores} core(s)" if load > _BUSY * cores else ""
+
+
+def not_started(exc: Exception, said: str, *, file_limit: int) -> EngineError:
+    """Return the error about a failed start of Ray. ``said`` is the raylet's error, "" without one.
+
+    ``file_limit`` is the limit on the size of a file, in bytes.
+    """
+    reason = f"{in_one_line(exc)}{f'; the raylet said: {said}' if said else ''}{_load()}"
+    if file_limit != resource.RLIM_INFINITY:
+        reason += f"; a file can have at most {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
+        fix = "run `ulimit -f unlimited` first"
+    elif was_slow(exc, said) and _load():
+        fix = "start the run again when the machine is less busy (uptime shows its load)"
+    else:
+        fix = "check the limits of this shell (ulimit -a), memory, /dev/shm and the disk of RAY_TMPDIR or TMPDIR"
+    return EngineError("Ray did not start on this machine", why=reason, fix=fix)
 
 
 def local_devices(config: Config) -> int:

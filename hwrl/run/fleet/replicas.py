@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
 from hwrl.errors import EngineError, HwrlError, InputChangedError, first_line
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceReport
@@ -122,11 +120,11 @@ class Replicas:
         name = self._starting.pop(answer)
         replica = self._replicas[name]
         try:
-            self._devices.check_report(name, value_of(answer))
+            self._devices.check_report(name, value_of(answer, process=name))
         except DEATH_ERRORS as exc:
             self.handle_exit(name, why_died(exc))
             return
-        except (HwrlError, RayTaskError) as exc:
+        except HwrlError as exc:
             if replica.is_initial:
                 raise
             if isinstance(exc, InputChangedError):

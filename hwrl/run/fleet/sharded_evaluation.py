@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ray.exceptions import RayTaskError
-
 from hwrl.errors import EngineError, HwrlError
 from hwrl.run.processes.answers import DEATH_ERRORS, Answer, is_ready, value_of
 from hwrl.run.processes.handles import ReplicaHandle
@@ -57,7 +55,7 @@ class ShardedEvaluation:
         self._working: dict[str, _StartedPart] = {}
         self._done: list[Evaluation] = []
         self._lost = False
-        self._error: HwrlError | RayTaskError | None = None
+        self._error: HwrlError | None = None
         self.poll()
 
     @property
@@ -120,7 +118,7 @@ class ShardedEvaluation:
             evaluation = value_of(work.answer)
         except (*DEATH_ERRORS, EngineError):  # the replica died, or its rollouter ended
             self._put_back(work.part)
-        except (HwrlError, RayTaskError) as exc:
+        except HwrlError as exc:
             self._error = exc
         else:
             self._done += [] if evaluation is None else [evaluation]

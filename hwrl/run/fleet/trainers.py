@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
 
 from hwrl.errors import CommError, EngineError, HwrlError
 from hwrl.interfaces import PromptGroup
@@ -211,10 +210,10 @@ class Trainers:
         CommError is the consequence of another rank's error, too.
         """
         try:
-            value_of(answer)
+            value_of(answer, process=names[answer])
         except DEATH_ERRORS as exc:
             raise TrainerDiedError(f"{names[answer]}: {why_died(exc)}") from exc
-        except (HwrlError, RayTaskError) as exc:
+        except HwrlError as exc:
             timeout = Timeout(DEATH_NOTICE_S + (0.0 if is_local() else self._config.timeouts.heartbeat_s))
             while pending and not timeout.is_over():
                 for other in self._watch(pending):  # raises TrainerDiedError for a rank without heartbeats
@@ -222,5 +221,5 @@ class Trainers:
                     if (reason := death_of(other)) is not None:
                         raise TrainerDiedError(f"{names[other]}: {reason}") from exc
                     if isinstance(exc, CommError):
-                        value_of(other)  # raises the cause, if this rank has it
+                        value_of(other, process=names[other])  # raises the cause, if this rank has it
             raise

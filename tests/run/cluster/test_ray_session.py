@@ -17,9 +17,17 @@ import pytest
 import ray
 
 from hwrl.checkpoint import DirectoryLock
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, EngineError
+from hwrl.run.cluster import ray_session
 from hwrl.run.cluster.ray_security import check_security, private_ray
-from hwrl.run.cluster.ray_session import children_of_ray, few_processes, not_started, ray_cluster
+from hwrl.run.cluster.ray_session import (
+    children_of_ray,
+    few_processes,
+    not_started,
+    ray_cluster,
+    raylet_error,
+    was_slow,
+)
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
 from hwrl.run.inputs import is_local
@@ -74,11 +82,89 @@ def test_threads_and_children_that_end_while_they_are_listed_are_no_children_of_
     assert sorted(children_of_ray(tmp_path)) == [10, 13]
 
 
-def test_a_ray_that_does_not_start_is_told_with_the_limit_that_may_be_the_cause() -> None:
-    error = not_started(RuntimeError("The current node timed out during startup.\nMore."), file_limit=51_200)
+TIMED_OUT = Exception("The current node timed out during startup.\nMore.")
+RAYLET_LOG = """
+[2026-01-01 00:00:00,067 I 9827 9827] (raylet) grpc_server.cc:144: NodeManager server started, on port 39121.
+[2026-01-01 00:00:15,888 C 9827 9827] (raylet) node_manager.cc:3588:  An unexpected system state. You have \
+likely discovered a bug in Ray. Check failed: statussetor3576.has_value() Timed out waiting for file /r/agent_port
+*** StackTrace Information ***
+/lib/raylet(+0xff770a) [0x556179d6a70a] ray::operator<<()
+"""
+
+
+def test_a_ray_that_does_not_start_is_told_with_the_limit_that_may_be_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    error = not_started(TIMED_OUT, "", file_limit=51_200)
     assert "timed out during startup" in error.why and "51,200 bytes here (ulimit -f)" in error.why
     assert error.fix == "run `ulimit -f unlimited` first"
-    assert "ulimit -f" not in not_started(RuntimeError(""), file_limit=resource.RLIM_INFINITY).why
+    error = not_started(RuntimeError(""), "", file_limit=resource.RLIM_INFINITY)
+    assert error.why == "RuntimeError" and "/dev/shm" in error.fix
+
+
+def test_the_raylets_own_error_and_a_busy_machine_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert raylet_error(tmp_path) == ""
+    (tmp_path / "session_latest/logs").mkdir(parents=True)
+    (tmp_path / "session_latest/logs/raylet.out").write_text(RAYLET_LOG)
+    said = raylet_error(tmp_path)
+    assert said == "Timed out waiting for file /r/agent_port"
+    assert was_slow(TIMED_OUT, said) and was_slow(TIMED_OUT, "")
+    assert not was_slow(TIMED_OUT, "No space left on device") and not was_slow(RuntimeError("no"), "")
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 1.0, 1.0))
+    error = not_started(TIMED_OUT, said, file_limit=resource.RLIM_INFINITY)
+    assert f"the raylet said: {said}" in error.why and "its load is 1000, on" in error.why
+    assert "less busy" in error.fix and "/dev/shm" not in error.fix
+    error = not_started(TIMED_OUT, "No space left on device", file_limit=resource.RLIM_INFINITY)
+    assert "/dev/shm" in error.fix
+
+
+def test_a_start_that_timed_out_is_tried_again_and_another_failure_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
+    ends = [TIMED_OUT, TIMED_OUT, RuntimeError("no space"), *[TIMED_OUT] * 4]
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise ends.pop(0)
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(ray_session, "_RETRY_PAUSES_S", (0.0, 0.0, 0.0))
+    for reason, tries in (("no space", 2), ("timed out", 3)):
+        logged: list[str] = []
+        with pytest.raises(EngineError, match=reason), ray_cluster(config, log=logged.append):
+            pass
+        assert len([line for line in logged if "timed out" in line and "trying again in 0 s" in line]) == tries
+    assert not ends
+
+
+SLOW_AGENT = """
+import os, sys
+if any("dashboard/agent.py" in word for word in sys.orig_argv):
+    try:
+        os.mkdir(os.environ["HWRL_TEST_FIRST_AGENT"])
+    except FileExistsError:
+        pass
+    else:
+        import signal
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Ray's killed processes
+def test_a_ray_whose_agent_was_too_slow_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HWRL_TEST_FIRST_AGENT", str(tmp_path / "first"))
+    logged: list[str] = []
+    with ray_cluster(config, log=logged.append):
+        assert ray.is_initialized()
+    assert logged[0] == "starting Ray on this machine"
+    assert "Timed out waiting for file" in logged[1] and "trying again in 2 s" in logged[1]
 
 
 def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class StandInHandle:
         self.killed = True
 
 
-def value_of(answer: tuple[str, Exception | None]) -> None:
+def value_of(answer: tuple[str, Exception | None], *, process: str = "") -> None:
     if answer[1] is not None:
         raise answer[1]
 

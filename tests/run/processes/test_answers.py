@@ -1,0 +1,86 @@
+"""Errors of calls to actors, as users read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from hwrl.errors import DataError, HwrlError
+from hwrl.run.processes.answers import raise_hwrl_error, value_of
+
+USERS = """
+import json
+
+class Own(Exception):
+    def __reduce__(self):
+        raise TypeError("not to be pickled")
+
+def loss(inputs):
+    return halve(inputs)
+
+def halve(inputs):
+    if inputs == "library":
+        return json.loads("{")
+    if inputs == "chained":
+        try:
+            1 / 0
+        except ZeroDivisionError as exc:
+            raise ValueError("two\\nlines") from exc
+    if inputs == "own":
+        raise Own("of a user")
+    raise ValueError("the loss of a test")
+"""
+
+
+@ray.remote(num_cpus=0)
+def call(path: str, case: str) -> None:
+    if case == "hwrl":
+        raise DataError("what", why="why", fix="fix")
+    namespace: dict[str, Any] = {}
+    exec(compile(Path(path).read_text(), path, "exec"), namespace)
+    namespace["loss"](case)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def test_an_error_of_users_code_shows_its_lines_and_not_those_of_ray(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USERS)
+    says = {
+        "plain": ["ValueError: the loss of a test", 'raise ValueError("the loss of a test")'],
+        "library": ["JSONDecodeError", "decoder.py"],
+        "chained": ["ValueError: two\nlines"],
+        "own": ["of a user"],
+    }
+    for case, parts in says.items():
+        with pytest.raises(DataError) as caught:
+            value_of(call.remote(str(path), case), process="trainer rank 1")
+        text = str(caught.value)
+        for part in [*parts, f'"{path}", line 9, in loss', "in halve", "  fix: "]:
+            assert part in text, case
+        assert caught.value.what.endswith("failed in trainer rank 1") and type(caught.value) is DataError
+        for hidden in ("Traceback", "ray::", "_raylet", "ZeroDivisionError"):
+            assert hidden not in text, case
+
+
+no_users_code = ray.remote(num_cpus=0)(json.loads)
+
+
+def test_an_error_without_users_code_shows_all_its_lines() -> None:
+    with pytest.raises(DataError, match="what"):
+        value_of(call.remote("", "hwrl"))
+    with pytest.raises(DataError, match="what"):
+        raise_hwrl_error(call.remote("", "hwrl"))
+    raise_hwrl_error(no_users_code.remote("{"))
+    with pytest.raises(HwrlError, match=r"(?s)a process of the run failed\n  why: json.*decoder.py"):
+        value_of(no_users_code.remote("{"))
