@@ -18,7 +18,8 @@ _DEVICE_FILES = {
     "dev/mkfd": "Hygon DCU",
     "dev/accel/accel[0-9]*": "accelerator of Linux's accel class",
     "dev/accel[0-9]*": "Google TPU",
-    "dev/hl*": "Intel Gaudi",
+    "dev/hl[0-9]*": "Intel Gaudi",
+    "dev/hl_control*": "Intel Gaudi",
     "dev/cambricon_ctl": "Cambricon MLU",
     "dev/cambricon_dev*": "Cambricon MLU",
     "dev/mxcd": "MetaX GPU",
@@ -32,7 +33,12 @@ _DEVICE_FILES = {
     "dev/tenstorrent/[0-9]*": "Tenstorrent device",
     "dev/rbln[0-9]*": "Rebellions NPU",
     "dev/qaic*": "Qualcomm Cloud AI card",
-    "dev/nvhost-gpu": "NVIDIA Jetson",
+    "dev/nvhost-*gpu": "NVIDIA Jetson",
+    "dev/nvgpu/igpu*": "NVIDIA Jetson",
+    "dev/ipu[0-9]*": "Graphcore IPU",
+    "dev/npu[0-9]*": "FuriosaAI NPU",
+    "dev/rngd/*": "FuriosaAI NPU",
+    "dev/bm-sophon*": "Sophgo TPU",
 }
 _VENDORS = {
     _AMD: "AMD GPU",
@@ -56,16 +62,18 @@ _ACCELERATOR, _DISPLAY = 0x12, 0x03  # base classes of the PCI bus
 _WITHOUT_SCREEN = (0x0302, 0x0380)  # 3D controllers, and display controllers other than VGA
 _ONLY_GPUS = (0x1ED5, 0x9999, 0x1E3E, 0x1EE0)  # vendors without integrated graphics: VGA controllers count, too
 _WITH_BACKEND = {(0x10DE, _DISPLAY), (0x19E5, _ACCELERATOR)}  # the probes of hwrl_cuda and hwrl_npu speak for these
-_OF_ANY_CLASS = {  # Google's TPUs from v2 on, and AWS's Inferentia and Trainium: their class says nothing
+_OF_ANY_CLASS = {  # their class says nothing: GPUs of AMD have this switch inside, graphics of processors do not
+    _AMD: (0x1471, 0x1479),
     0x1AE0: (0x0027, 0x0056, 0x005E, 0x0062, 0x0063, 0x006F, 0x0076),
-    0x1D0F: (0x7064, 0x7164, 0x7264, 0x7364),
+    0x1D0F: (0x7064, 0x7065, 0x7066, 0x7067, 0x7164, 0x7264, 0x7364, 0x7564),
 }
 _SCREENS = (
     *(0x1AF4, 0x1234, 0x1B36, 0x15AD, 0x80EE, 0x1414, 0x1AB8, 0x5853, 0x1013, 0x1D0F),  # of hypervisors
-    *(0x1A03, 0x102B, 0x126F, 0x19E5, 0x0014),  # of servers' management controllers and chipsets
+    *(0x1A03, 0x102B, 0x126F, 0x19E5, 0x0014, 0x1DB7),  # of servers' management controllers and chipsets
 )
 """Vendors whose display controllers only draw a screen."""
-_LAPTOP_DRIVERS = ("intel_vpu", "amdxdna")  # laptops' NPUs infer only: torch has no device for them
+_OTHER_DRIVERS = ("intel_vpu", "amdxdna", "xocl", "xclmgmt", "dfl-pci")
+"""Drivers of what torch has no device for: laptops' NPUs, which infer only, and FPGA cards."""
 _LAPTOP_CHIPS = (0x7D1D, 0xAD1D, 0x643E, 0xB03E, 0xFD3E)  # Intel's, where the driver is not loaded
 _OWN_GRAPHICS = "/0000:00:02."  # of Intel's processors
 _SMALL_NBYTES = 4 << 30  # the own graphics of AMD's processors have less memory than this, GPUs for torch have more
@@ -95,12 +103,14 @@ def _is_accelerator(context: ProbeContext, device: PciDevice) -> bool:
         return True
     if base_class == _ACCELERATOR:
         laptop = device.vendor == _INTEL and device.device in _LAPTOP_CHIPS
-        return not laptop and device.driver not in _LAPTOP_DRIVERS
+        return not laptop and device.driver not in _OTHER_DRIVERS
     if base_class != _DISPLAY or device.vendor in _SCREENS:
         return False
+    if device.vendor == _INTEL:
+        return _OWN_GRAPHICS not in device.path
     if device.class_code >> 8 not in _WITHOUT_SCREEN:
         return device.vendor in _ONLY_GPUS
-    return not (device.vendor == _INTEL and _OWN_GRAPHICS in device.path) and not _is_small(context, device)
+    return not _is_small(context, device)
 
 
 def _is_laptop_device(context: ProbeContext, file: str) -> bool:
@@ -110,7 +120,7 @@ def _is_laptop_device(context: ProbeContext, file: str) -> bool:
         return bool(graphics) and all(_is_small(context, device) for device in graphics)
     driver = context.root / "sys/class/accel" / os.path.basename(file) / "device/driver"
     try:
-        return os.path.basename(os.readlink(driver)) in _LAPTOP_DRIVERS
+        return os.path.basename(os.readlink(driver)) in _OTHER_DRIVERS
     except OSError:
         return False
 

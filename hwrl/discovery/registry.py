@@ -297,7 +297,7 @@ class Registry:
 
     def _not_found(self, name: str, *, asked_by: str) -> BackendNotFoundError:
         known = self._plugins().names()
-        close = difflib.get_close_matches(name.lower(), known, n=1)
+        close = difflib.get_close_matches(str(name).lower(), known, n=1)
         suggestion = f"did you mean {close[0]!r}? " if close else ""
         # This only collects load failures for the message: one may explain the missing name.
         failures = "".join(f"; {failure}" for failure in self.survey().failures)

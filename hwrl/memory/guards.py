@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ class OffloadedTensor(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             if not lenders and type(result) is torch.Tensor and _is_freed(result):
                 result.__class__ = OffloadedTensor  # an alias, for example ``detach()`` or ``data``
+                _aliases[id(result)] = result
             return result
 
 
@@ -58,6 +60,23 @@ class Offloaded(nn.Parameter):
     """
 
     __torch_function__ = OffloadedTensor.__torch_function__
+
+
+class OffloadedStorage(torch.UntypedStorage):
+    """The class of a storage while it is offloaded. ``torch.save`` of an alias from before would write no bytes."""
+
+    def data_ptr(self) -> int:
+        """Raise MemoryStateError: ``torch.save`` calls it first, for any alias."""
+        raise MemoryStateError(
+            "the memory of an offloaded tensor cannot be used",
+            why="its values are on the host, and a copy or a file of it would be empty",
+            fix="use it inside `with offloader.loaded():`",
+        )
+
+    clone = share_memory_ = __reduce__ = data_ptr  # type: ignore[assignment] # raise, too
+
+
+_aliases: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
 
 
 def _is_freed(value: object) -> bool:
@@ -123,11 +142,18 @@ class Guards:
         self._on = False
         for tensor, plain in self._marked:
             tensor.__class__ = plain
+        for alias in list(_aliases.values()):
+            if not _is_freed(alias):
+                alias.__class__ = torch.Tensor
+                _aliases.pop(id(alias), None)
         for table in self._tables:
             _note_change(table)
         for handle in self._handles:
             handle.remove()
         self._handles, self._marked, self._tables = [], [], []
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._raise("they are offloaded, so their module or optimizer cannot be copied or pickled")
 
     def _guard_optimizer(self, optimizer: Optimizer, refuse: _Hook, refuse_state: _Hook) -> None:
         self._handles.append(optimizer.register_step_pre_hook(refuse))

@@ -97,6 +97,7 @@ class Offloader:
             self.close()
         except Exception:  # noqa: BLE001 - logged. The device has no room, and the host has the only copy
             _kept.append(self)
+            _offloaders.add(self)  # the collector of cycles has removed it
             _log.exception("an Offloader ended, and its model stays on the host: make a new one and load it")
 
     @property

@@ -12,7 +12,7 @@ import torch
 from hwrl.errors import MemoryStateError
 from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of, fingerprints
-from hwrl.memory.guards import Guards
+from hwrl.memory.guards import Guards, OffloadedStorage
 from hwrl.memory.lending import Loans, Range
 from hwrl.memory.pool import PinnedPool
 from hwrl.memory.slabs import batches
@@ -133,6 +133,7 @@ class OffloadablePart:
         _offloaded[id(self)] = self
         for storage, _ in self._copies:
             storage.resize_(0)
+            storage.__class__ = OffloadedStorage
 
     def copies_to_device(self) -> Iterator[Copies]:
         """Allocate the device memory again, batch by batch, and yield the copies to fill it.
@@ -143,6 +144,7 @@ class OffloadablePart:
         assert self._slab is not None, "copied to the host before"
         for batch in batches(self._copies, lambda pair: pair[1].nbytes, nbytes=self._batch_nbytes):
             for storage, copy in batch:
+                storage.__class__ = torch.UntypedStorage
                 if storage.nbytes() != copy.nbytes:
                     storage.resize_(copy.nbytes)
             yield [(bytes_of(storage), self._slab[copy.start : copy.start + copy.nbytes]) for storage, copy in batch]

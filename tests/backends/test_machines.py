@@ -41,6 +41,18 @@ STOPPED: dict[str, tuple[list[Build], str]] = {
         "AMD GPU",
     ),
     "Intel data center GPU": ([dev("dri/renderD128"), pci("0x8086", "0x038000")], "Intel accelerator"),
+    "AMD, large Radeon without a driver": (
+        [pci("0x1002", "0x030000"), pci("0x1002", "0x060400", slot="0000:16:00.0", device="0x1479")],
+        "AMD GPU",
+    ),
+    "Intel Arc": (
+        [pci("0x8086", "0x030000", slot="0000:00:02.0"), pci("0x8086", "0x030000", device="0x56a0", driver="xe")],
+        "Intel accelerator",
+    ),
+    "Jetson with a new kernel": ([dev("nvgpu/igpu0/ctrl")], "NVIDIA Jetson"),
+    "Graphcore": ([dev("ipu0")], "Graphcore IPU"),
+    "FuriosaAI": ([dev("rngd/npu0mgmt")], "FuriosaAI NPU"),
+    "Sophgo": ([dev("bm-sophon0")], "Sophgo TPU"),
     "Gaudi, device file": ([dev("hl0", "hl_controlD0")], "Intel Gaudi"),
     "Gaudi, accel class": ([dev("accel/accel0"), pci("0x1da3", "0x120000")], "Intel Gaudi"),
     "MLU, device files": ([dev("cambricon_ctl", "cambricon_dev0")], "Cambricon MLU"),
@@ -84,7 +96,12 @@ GOOD: dict[str, list[Build]] = {
         pci("0x1d0f", "0x030000", slot="0000:00:03.0"),
     ],
     "Kunpeng server": [pci("0x19e5", "0x120000", device="0xa250", driver="hisi_zip")],
-    "other files with such names": [dev("accelerometer", "kvm", "xvda", "hpet", "accel/by-path")],
+    "FPGA cards": [
+        pci("0x10ee", "0x120000", device="0x5005", driver="xocl"),
+        pci("0x8086", "0x120000", slot="0000:18:00.0", device="0x09c4", driver="dfl-pci"),
+    ],
+    "Phytium desktop": [pci("0x1db7", "0x038000", device="0xdc3e")],
+    "other files with such names": [dev("hla_trace", "accelerometer", "kvm", "xvda", "hpet", "accel/by-path")],
     "damaged bus": [pci("a file that lies", "0x120000x"), pci("", "", slot="0000:18:00.0")],
 }
 

@@ -34,6 +34,7 @@ class Part:
         self.model(torch.ones(4, 16)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.state = self.model.state_dict()
         self.before = [tensor.clone() for tensor in self.tensors()]
         self.offloader: Offloader | None = self.make()
         self.offloader.offload()
@@ -128,6 +129,21 @@ def fork(part: Part) -> None:
     drop(part)
 
 
+def keep_aliases(part: Part) -> None:
+    aliases = {name: one.detach() for name, one in part.model.named_parameters()} | {"data": part.first.weight.data}
+    drop(part)
+    torch.save([*aliases.values(), copy.deepcopy(aliases["data"])], file := io.BytesIO())
+    file.seek(0)
+    for read in torch.load(file, weights_only=True):
+        assert read.shape in (aliases["data"].shape, part.norm.weight.shape)
+    assert {type(alias) for alias in aliases.values()} == {torch.Tensor}
+
+
+def drop_in_a_cycle_without_room(part: Part) -> None:
+    part.offloader.cycle = part.offloader  # type: ignore[union-attr] # a reference to itself
+    drop_without_room(part)
+
+
 def drop_without_room(part: Part) -> None:
     assert part.offloader is not None
     current_stream = type(BACKEND).current_stream
@@ -137,6 +153,7 @@ def drop_without_room(part: Part) -> None:
 
     type(BACKEND).current_stream = refuse  # type: ignore[method-assign, assignment] # fails on purpose
     part.offloader = None
+    gc.collect()
     type(BACKEND).current_stream = current_stream  # type: ignore[method-assign] # the old one
     with pytest.raises(MemoryStateError, match="offloaded"):
         part.model(torch.ones(4, 16))
@@ -154,6 +171,8 @@ ENDS = [
     call_twice,
     fork,
     drop_without_room,
+    drop_in_a_cycle_without_room,
+    keep_aliases,
 ]
 
 USES: dict[str, Callable[[Part], object]] = {
@@ -166,6 +185,9 @@ USES: dict[str, Callable[[Part], object]] = {
     "save a model": lambda part: torch.save(part.model, io.BytesIO()),
     "save a state": lambda part: torch.save(part.model.state_dict(), io.BytesIO()),
     "save an optimizer": lambda part: torch.save(part.optimizer.state_dict(), io.BytesIO()),
+    "save a state from before": lambda part: torch.save(part.state, io.BytesIO()),
+    "copy a state from before": lambda part: copy.deepcopy(part.state),
+    "save its storage": lambda part: torch.save(part.first.weight.untyped_storage(), io.BytesIO()),
     "pickle": lambda part: pickle.dumps(part.optimizer),
     "another optimizer": lambda part: another_step(part),
     "read": lambda part: part.first.weight.sum(),
