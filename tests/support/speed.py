@@ -61,10 +61,9 @@ if TIMEOUT_SCALE not in os.environ:
 
 for _name, _seconds, _unit in (
     ("RAY_gcs_server_port_wait_time_s", 30, 1),
-    ("RAY_raylet_start_wait_time_s", 30, 1),
     ("RAY_worker_register_timeout_seconds", 60, 1),
     ("RAY_agent_register_timeout_ms", 100, 1000),
-):  # Ray gives up its own processes if they start more slowly
+):  # Ray gives up its own processes if they start more slowly; not longer for the raylet: a dead one is waited for, too
     os.environ.setdefault(_name, f"{scaled(_seconds) * _unit:.0f}")
 
 slow = scaled
