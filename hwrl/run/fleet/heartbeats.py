@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
+from hwrl.errors import HwrlError
 from hwrl.run.processes.actors import HeartbeatReply
 from hwrl.run.processes.answers import Answer, is_ready, value_of
 from hwrl.run.processes.handles import ActorHandle
@@ -86,7 +87,7 @@ class Heartbeats:
         """Read the reply that has arrived; return False if it is an error instead."""
         try:
             heartbeat.reply = value_of(heartbeat.answer)
-        except RayError:
+        except (HwrlError, RayError):
             return False
         if not heartbeat.is_read:
             self.warnings += [(name, text) for text in heartbeat.reply.warnings]
