@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.testing import preload
-from tests.support import speed  # noqa: F401  # it measures this machine, and tells the processes of the tests
+from tests.support import speed  # noqa: F401 - it measures this machine, and tells the processes of the tests
 from tests.support.order import long_ones_first
 
 gc.disable()  # it takes a quarter of the time of the imports, until the tests are collected

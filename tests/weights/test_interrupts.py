@@ -61,7 +61,7 @@ def test_an_interrupted_receive_of_a_stored_version_loses_nothing(store: Store) 
 
 @pytest.mark.extended
 def test_an_interrupted_receive_counts_as_received_by_both_ends_or_by_none(store: Store) -> None:
-    with sender_of(store) as sender, receiver_of(store) as receiver:
+    with sender_of(store, timeout_s=2.0) as sender, receiver_of(store) as receiver:
         for version in itertools.count(1):
             publishing = beside(lambda: sender.publish(version, model_of(version)))  # noqa: B023 - ends below
             interrupted = _interrupted_at(version, receiver.receive, _takes)  # before that, the sender waits for it

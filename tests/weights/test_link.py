@@ -226,10 +226,9 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
 def test_an_offer_that_comes_between_two_looks_is_not_overslept(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timing = ReceiverTiming(look_s=1000.0)
     with (
         sender_of(store, transport="host", directory=tmp_path) as sender,
-        receiver_of(store, timing=timing) as receiver,
+        receiver_of(store, timing=ReceiverTiming(look_s=1000.0)) as receiver,
     ):
         look, looks = ControlChannel.newest, 0
 
