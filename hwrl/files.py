@@ -19,6 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
 
+__all__ = ["local_path", "read_file"]
+
 LOST = errno.ESTALE
 """The ``errno`` of the error for an owned directory whose path leads elsewhere now."""
 

@@ -25,7 +25,6 @@ from hwrl.interfaces import Command
 
 BUILT_IN = (
     "train",
-    "report",
     "plan",
     "scale",
     "doctor",

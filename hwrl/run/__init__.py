@@ -6,7 +6,7 @@ The driver, which is the process of ``hwrl train``:
 - :mod:`hwrl.run.fleet` starts, calls and watches the other processes.
   :mod:`hwrl.run.interrupts` handles signals.
 - :mod:`hwrl.run.cluster` starts or joins Ray, and places the processes on devices.
-- :mod:`hwrl.run.report` writes metrics, logs and the report page.
+- :mod:`hwrl.run.report` writes metrics and logs.
 - Files in the run directory: :mod:`hwrl.run.run_directory` claims it, :mod:`hwrl.run.scaling` exchanges requests of
   ``hwrl scale`` there. :mod:`hwrl.run.inputs` checks the input files before the start, and :mod:`hwrl.run.identity`
   compares their hashes later.
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from hwrl.run.interrupts import Interrupts
     from hwrl.run.pipeline import run_training
     from hwrl.run.processes.handles import LedgerHandle
-    from hwrl.run.report import LiveView, Metrics, PlainView, make_view, read_metrics
+    from hwrl.run.report import LiveView, Metrics, PlainView, make_view, read_lines, read_metrics
+    from hwrl.run.report.bottleneck import busy_shares
     from hwrl.run.report.summary import Summary
 
 _MODULE_OF = {
@@ -44,12 +45,14 @@ _MODULE_OF = {
     "Metrics": "report",
     "PlainView": "report",
     "Summary": "report.summary",
+    "busy_shares": "report.bottleneck",
     "check_inputs": "inputs",
     "dump_config": "config",
     "load_config": "config",
     "machine_devices": "cluster.placement",
     "make_view": "report",
     "ray_cluster": "cluster.ray_session",
+    "read_lines": "report",
     "read_metrics": "report",
     "run_training": "pipeline",
     "write_demo": "demo",
@@ -64,12 +67,14 @@ __all__ = [
     "Metrics",
     "PlainView",
     "Summary",
+    "busy_shares",
     "check_inputs",
     "dump_config",
     "load_config",
     "machine_devices",
     "make_view",
     "ray_cluster",
+    "read_lines",
     "read_metrics",
     "run_training",
     "write_demo",

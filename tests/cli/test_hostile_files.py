@@ -32,8 +32,8 @@ from hwrl.rollout import PromptLedger
 from hwrl.rollout.ledger_state import count_prompts
 from hwrl.run.config import RUN_HEADER, dump_config, load_config
 from hwrl.run.report import RunReport
-from hwrl.run.report.page import build_page
 from hwrl_cpu import INFO, CpuBackend
+from hwrl_report import build_page
 from hwrl_simulate.calibration import calibrate, read_run
 from hwrl_simulate.workload import Workload
 from tests.support.run_files import event_of, sample_of, step_line, write_lines

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hwrl.run.report import EVENTS, PROMPTS, SAMPLES
-from hwrl.run.report.page import build_page
+from hwrl_report import build_page
 from tests.support.plugin_files import install_plugin
 from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, sent
 from tests.support.train_run import demo as demo

@@ -1,7 +1,7 @@
 """The output of a run: files in the run directory, progress on the screen, trackers, and the summary at the end."""
 
 from hwrl.run.report.curve import draw_curve
-from hwrl.run.report.events import EVENTS, EventLog, RecordedView, read_events
+from hwrl.run.report.events import EVENTS, EventLog, RecordedView
 from hwrl.run.report.rates import StepRates
 from hwrl.run.report.records import Metrics, read_lines
 from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
@@ -27,7 +27,6 @@ __all__ = [
     "draw_curve",
     "make_view",
     "pick_samples",
-    "read_events",
     "read_lines",
     "read_metrics",
 ]

@@ -1,16 +1,15 @@
-"""The log of a run as a file in the run directory, ``events.jsonl``: each line has a time, a step and a text."""
+"""The log of a run, ``events.jsonl``: each line has ``time_unix_s``, ``step`` (the last one), ``kind``, ``text``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from hwrl import __version__
 from hwrl.errors import with_notes
 from hwrl.run.report.event_files import AppendedFile
-from hwrl.run.report.records import Metrics, encode_records, read_lines
+from hwrl.run.report.records import Metrics, encode_records
 from hwrl.run.report.views import View
 
 EVENTS = "events.jsonl"
@@ -18,8 +17,6 @@ EVENTS = "events.jsonl"
 EventKind = Literal["start", "note", "wait", "replica", "trainer", "scale", "error", "end"]
 """``replica`` and ``trainer``: a restart; ``scale``: replicas joined or left; ``error``: the error that ended the run;
 ``end``: the last event of a run without an error."""
-Event = dict[str, Any]
-"""A line of the file: ``time_unix_s``, ``step`` (the last finished step), ``kind`` and ``text``."""
 
 
 class EventLog(Protocol):
@@ -87,8 +84,3 @@ class RecordedView:
     def _give_up(self, exc: OSError) -> None:
         self._close()
         self._view.log(f"{self._path} can no longer be written ({exc.strerror or exc}); the run continues without it")
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events in the file ``path``. Skips damaged lines, and yields nothing if there is no file."""
-    yield from (event for _, event in read_lines(path) if event is not None and isinstance(event.get("text"), str))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hwrl.run.report.events import Event
-from hwrl.run.report.page.columns import MetricColumns
-from hwrl.run.report.page.markup import element, escaped, number
-from hwrl.run.report.records import read_lines
+from hwrl.run import read_lines
+from hwrl_report.columns import MetricColumns
+from hwrl_report.markup import element, escaped, number
 
 MAX_EVENTS = 1000
 MAX_FAILED = 200
@@ -19,7 +19,7 @@ _KEPT_KINDS = ("start", "replica", "trainer", "scale", "error", "end")
 """The kinds of events that the page keeps if there are too many events."""
 
 
-def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) -> str:
+def render_faults(columns: MetricColumns, events: list[dict[str, Any]], prompts: Path) -> str:
     """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log, as HTML.
 
     ``prompts`` is the path of ``trained_prompts.jsonl``.
@@ -28,7 +28,7 @@ def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) ->
     return element("dl", counts, class_="tiles") + _not_finite(columns) + _failed(prompts) + _log(events)
 
 
-def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float]:
+def count_faults(columns: MetricColumns, events: list[dict[str, Any]]) -> dict[str, float]:
     """Return how many times each fault happened in the whole run, including the time before a resume."""
     kinds = Counter(str(event.get("kind")) for event in events)
     faults: dict[str, float] = {
@@ -92,7 +92,7 @@ def _cells(tag: str, *texts: object) -> str:
     return element("tr", "".join(element(tag, escaped(text)) for text in texts))
 
 
-def _log(events: list[Event]) -> str:
+def _log(events: list[dict[str, Any]]) -> str:
     if not events:
         return element("p", "The run has no <code>events.jsonl</code>, so restarts are not known.", class_="note")
     shown = events
@@ -105,7 +105,7 @@ def _log(events: list[Event]) -> str:
     return element("details", element("summary", note) + element("table", element("tr", head) + rows), open="")
 
 
-def _row(event: Event) -> str:
+def _row(event: dict[str, Any]) -> str:
     kind = str(event.get("kind", ""))
     cells = [_time(event.get("time_unix_s")), escaped(event["step"]), escaped(kind), escaped(event["text"])]
     return element("tr", "".join(element("td", cell) for cell in cells), class_=f"kind-{kind}")

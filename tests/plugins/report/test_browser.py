@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hwrl.run.report.page import build_page
+from hwrl_report import build_page
 from tests.support.browser import Browser
 from tests.support.browser import browser as browser
 from tests.support.run_files import ATTACK

@@ -7,11 +7,12 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hwrl.run.report.records import is_line_of_metrics, read_lines
+from hwrl.run import read_lines
 
 Reals = npt.NDArray[np.float64]
 
@@ -49,13 +50,19 @@ class MetricColumns:
         yield from (rows[step] for step in sorted(rows))
 
 
+def _are_numbers(line: dict[str, Any]) -> bool:
+    """Return whether all values of ``line`` are numbers that a float can hold, and its time is finite."""
+    numbers = all(type(value) is float or (type(value) is int and abs(value) < 1 << 1000) for value in line.values())
+    return numbers and math.isfinite(line.get("time_s", 0.0))
+
+
 def read_columns(path: Path) -> MetricColumns:
     """Read ``metrics.jsonl`` line by line. Skips damaged lines, and lines whose step is not above the previous one."""
     places: dict[str, array[int]] = {}
     values: dict[str, array[float]] = {}
     last = -1
     for _, line in read_lines(path):
-        if line is None or line["step"] <= last or not is_line_of_metrics(line):
+        if line is None or line["step"] <= last or not _are_numbers(line):
             continue
         last = line["step"]
         for name, value in line.items():

@@ -17,9 +17,9 @@ from hwrl.checkpoint import DirectoryLock
 from hwrl.cli import main
 from hwrl.errors import RunDirectoryError
 from hwrl.run.report import EVENTS, METRICS, PROMPTS, SAMPLES
-from hwrl.run.report.page import build_page
-from hwrl.run.report.page.columns import BUCKETS, MetricColumns, read_columns, thin_out
-from hwrl.run.report.page.sample_list import choose_samples
+from hwrl_report import build_page
+from hwrl_report.columns import BUCKETS, MetricColumns, read_columns, thin_out
+from hwrl_report.sample_list import choose_samples
 from tests.support.run_files import ATTACK, event_of, sample_of, step_line, write_lines
 from tests.support.run_files import run as run
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hwrl.run.report.page.markup import element, escaped, number
-from hwrl.run.report.records import read_lines
-from hwrl.run.report.samples import Sample
+from hwrl.run import read_lines
+from hwrl_report.markup import element, escaped, number
 
 MAX_SAMPLES = 300
 MAX_CHARS = 3000
@@ -24,7 +23,7 @@ def render_samples(path: Path) -> str:
     return _form(samples) + count + "".join(map(_article, samples))
 
 
-def choose_samples(path: Path, *, maximum: int = MAX_SAMPLES) -> tuple[list[Sample], int]:
+def choose_samples(path: Path, *, maximum: int = MAX_SAMPLES) -> tuple[list[dict[str, Any]], int]:
     """Return up to ``maximum`` samples, spread evenly over the file, newest first, and the total number of samples."""
     ends = [end for end, sample in read_lines(path) if sample is not None]
     count = min(maximum, len(ends))
@@ -35,7 +34,7 @@ def choose_samples(path: Path, *, maximum: int = MAX_SAMPLES) -> tuple[list[Samp
     return chosen_samples[::-1], len(ends)
 
 
-def _form(samples: list[Sample]) -> str:
+def _form(samples: list[dict[str, Any]]) -> str:
     steps = [sample["step"] for sample in samples]
 
     def field(name: str, label: str, kind: str = "number", **attributes: object) -> str:
@@ -56,7 +55,7 @@ def _words(attributes: dict[str, object]) -> str:
     return "".join(f' {name}="{escaped(value)}"' for name, value in attributes.items())
 
 
-def _article(sample: Sample) -> str:
+def _article(sample: dict[str, Any]) -> str:
     reward = sample.get("reward")
     facts = [
         element("b", f"step {escaped(sample['step'])}"),

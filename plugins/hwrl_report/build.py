@@ -16,22 +16,26 @@ from hwrl import __version__
 from hwrl.checkpoint import find_owner
 from hwrl.errors import RunDirectoryError
 from hwrl.files import read_file
-from hwrl.run.report.bottleneck import BUSY_SECONDS, TRAINER_BUSY, busy_shares
-from hwrl.run.report.events import EVENTS, Event, read_events
-from hwrl.run.report.page.charts import FAULT_CHARTS, LEFT_OUT, SECTIONS, Chart, assign, timeline
-from hwrl.run.report.page.columns import MetricColumns, read_columns, thin_out
-from hwrl.run.report.page.faults import count_faults, render_faults
-from hwrl.run.report.page.markup import element, escaped, json_for_script, number, seconds
-from hwrl.run.report.page.sample_list import render_samples
-from hwrl.run.report.run_report import METRICS, PROMPTS
-from hwrl.run.report.samples import SAMPLES
+from hwrl.run import busy_shares, read_lines
+from hwrl_report.charts import FAULT_CHARTS, LEFT_OUT, SECTIONS, Chart, assign, timeline
+from hwrl_report.columns import MetricColumns, read_columns, thin_out
+from hwrl_report.faults import count_faults, render_faults
+from hwrl_report.markup import element, escaped, json_for_script, number, seconds
+from hwrl_report.sample_list import render_samples
 
-CONFIG = "config.yaml"
+CONFIG, EVENTS, METRICS = "config.yaml", "events.jsonl", "metrics.jsonl"
+PROMPTS, SAMPLES = "trained_prompts.jsonl", "samples.jsonl"
 MAX_MARKED_EVENTS = 500
 MAX_OTHERS = 1000
 """Charts of metrics that no section shows."""
 _MAX_CONFIG_NBYTES = 1 << 20
 _MARKED = ("start", "replica", "trainer", "scale", "error")
+_BUSY = (
+    *("perf/step_s", "rollout/replicas", "timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save"),
+    *("rollout/generate_s", "rollout/update_s", "rollout/sleep_s"),
+)
+"""What :func:`hwrl.run.busy_shares` reads."""
+_Event = dict[str, Any]
 _Drawn = dict[str, tuple[Chart, list[str]]]
 
 
@@ -61,7 +65,8 @@ def build_page(directory: Path) -> bytes:
 def _page(directory: Path) -> str:
     (directory / METRICS).lstat()  # raises if there is no run
     columns = read_columns(directory / METRICS)
-    events = list(read_events(directory / EVENTS))
+    lines = (event for _, event in read_lines(directory / EVENTS) if event is not None)
+    events = [event for event in lines if isinstance(event.get("text"), str)]
     names = [name for name in columns.values if name not in LEFT_OUT]
     faults = assign(FAULT_CHARTS, names)  # first, because other charts would also match the ledger's counts
     sections = {title: assign(charts, names) for title, charts in SECTIONS.items()}
@@ -131,14 +136,14 @@ def _section(title: str, content: str) -> str:
 # -- the top of the page --------------------------------------------------------------------------------------------
 
 
-def _header(directory: Path, columns: MetricColumns, events: list[Event]) -> str:
+def _header(directory: Path, columns: MetricColumns, events: list[_Event]) -> str:
     state, text = run_state(directory, columns, events)
     made = f"page written by hwrl {escaped(__version__)} on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC"
     tiles = "".join(
         element("div", element("dt", name) + element("dd", value) + element("small", escaped(note)))
         for name, value, note in _tiles(columns, events)
     )
-    shares = busy_shares(list(columns.rows(["perf/step_s", "rollout/replicas", *TRAINER_BUSY, *_rollout_busy()])))
+    shares = busy_shares(list(columns.rows([*_BUSY])))
     bottleneck = "" if shares is None else element("p", f"Bottleneck: {escaped(shares)}.")
     return element(
         "header",
@@ -150,11 +155,7 @@ def _header(directory: Path, columns: MetricColumns, events: list[Event]) -> str
     )
 
 
-def _rollout_busy() -> list[str]:
-    return [f"rollout/{name}" for name in BUSY_SECONDS]
-
-
-def run_state(directory: Path, columns: MetricColumns, events: list[Event]) -> tuple[str, str]:
+def run_state(directory: Path, columns: MetricColumns, events: list[_Event]) -> tuple[str, str]:
     """Return the state of the run, as one word and as a sentence."""
     step = columns.last("step")
     at = "before its first step" if step is None else f"after step {step:.0f}"
@@ -171,7 +172,7 @@ def run_state(directory: Path, columns: MetricColumns, events: list[Event]) -> t
     return "killed", f"{at}: its log has no last event, so the process was killed or its machine died"
 
 
-def _tiles(columns: MetricColumns, events: list[Event]) -> list[tuple[str, str, str]]:
+def _tiles(columns: MetricColumns, events: list[_Event]) -> list[tuple[str, str, str]]:
     """Return the name, the value and a note for each number at the top of the page."""
     tiles = [
         ("steps", number(columns.last("step") or 0), ""),
@@ -256,7 +257,7 @@ def _data(columns: MetricColumns, drawn: _Drawn) -> dict[str, Any]:
     return {"x": [list(steps) for steps in shared], "series": series, "charts": charts}
 
 
-def _marks(events: list[Event]) -> list[list[object]]:
+def _marks(events: list[_Event]) -> list[list[object]]:
     """Return the events to mark in the charts, as steps and kinds. The first start is not marked."""
     marked = [event for event in events if event.get("kind") in _MARKED][1:]
     return [[event["step"], event["kind"]] for event in marked[-MAX_MARKED_EVENTS:]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hwrl.run.report.page.columns import BUCKETS, MetricColumns, Reals, bucket_means
+from hwrl_report.columns import BUCKETS, MetricColumns, Reals, bucket_means
 
 LEFT_OUT = ("step", "time_s", "eval/version", "perf/bottleneck")
 """Metrics without a curve, because they are axes or codes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hwrl.cli.arguments import local_path
+from hwrl.cli import local_path
 from hwrl.errors import RunDirectoryError
 
 HELP = "write an HTML page about a run: curves, throughput, staleness, faults, samples"
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path; 0 on success."""
     from hwrl.checkpoint import DurableFS
-    from hwrl.run.report.page import build_page
+    from hwrl_report.build import build_page
 
     out = args.dir / "report.html" if args.out is None else args.out
     if out.exists() and not out.is_file():  # a rename would put a file in the place of /dev/stdout
