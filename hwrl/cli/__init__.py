@@ -18,7 +18,7 @@ from hwrl.output import discard, printable_output
 __all__ = ["count", "local_path", "main"]
 
 _EXTRA_OF = dict.fromkeys(
-    ["matplotlib", "pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
+    ["pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
 ) | {"peft": "lora", "pytest": "testing"}
 
 

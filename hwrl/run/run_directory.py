@@ -15,10 +15,10 @@ from hwrl.errors import CheckpointCorruptError, ConfigError, RunDirectoryError
 from hwrl.files import make_directory, open_to_read, read_file
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.config.yaml_reader import MAX_NBYTES
-from hwrl.run.report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS
+from hwrl.run.report import METRICS, MODEL_DIRECTORY, PROMPTS
 from hwrl.run.scaling import find_mail
 
-_FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL_DIRECTORY)
+_FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, MODEL_DIRECTORY)
 
 _BATCH, _TRIGGER = "train.batch_groups", "async_training.trigger_parameter_sync_step"
 

@@ -153,10 +153,7 @@ def test_a_page_is_written_of_any_run_directory(
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_a_run_goes_on_in_any_run_directory_and_a_simulation_tells_what_is_wrong(
-    seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hwrl.run.report.run_report.draw_curve", lambda *args: None)  # it takes most of the time
+def test_a_run_goes_on_in_any_run_directory_and_a_simulation_tells_what_is_wrong(seeds: range, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "c.yaml").write_text("dir: run\nmodel: {path: m}\ndata: {train: t.jsonl}\nreward: {function: 'm:f'}\n")
     config = load_config(tmp_path / "c.yaml")

@@ -48,7 +48,6 @@ def _resumed(home: Path) -> tuple[int, list[str]]:
     checkpoint = home / CHECKPOINT
     step = int(checkpoint.read_text()) if checkpoint.exists() else 0
     report = RunReport(home, log=said.append, resume_step=step)
-    report.history.clear()  # there is no need of a curve
     report.close()
     return step, said
 

@@ -18,14 +18,12 @@ from hwrl.files import make_directory
 from hwrl.run.config import Config, parse_config
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import StepOutcome
-from hwrl.run.report import CURVE, PlainView, RecordedView, RunReport, draw_curve
+from hwrl.run.report import PlainView, RecordedView, RunReport
 from hwrl.run.report.event_files import EventFile
 from hwrl.run.report.trackers import tracked_run
 from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import ScaleRequest, ScaleRequests
 from tests.support.two_step_run import METRICS_OF_A_STEP, StandInFleet, train
-
-LINE = {"step": 1, "time_s": 1.0, "reward/mean": 0.5}
 
 
 def config_of(directory: Path) -> Config:
@@ -72,7 +70,6 @@ def writes_of(config: Config, report: RunReport, view: RecordedView) -> dict[str
         "view": lambda: RecordedView(PlainView(1, stream=io.StringIO()), home),
         "configuration": lambda: record_replicas(config, 3),
         "run id": lambda: tracked_run(config, resume_step=0),
-        "curve": lambda: draw_curve([LINE], home / CURVE),
         "tensorboard": lambda: EventFile(home / "tensorboard", purge_step=1),
         "answer": lambda: ScaleRequests(home).answer(ScaleRequest("7", 1), text="done"),
         "directory": lambda: make_directory(home / "profile"),
@@ -173,8 +170,8 @@ def test_a_run_writes_through_no_link(tmp_path: Path) -> None:
     victim.write_text("precious\n")
     with claimed_directory(config_of(home)):
         pass
-    names = ["events.jsonl", "samples.jsonl", CURVE, "run_id", "config.yaml", "metrics.jsonl", "trained_prompts.jsonl"]
-    for name in [*names[:4], *(f".tmp_{name}" for name in names)]:
+    names = ["events.jsonl", "samples.jsonl", "run_id", "config.yaml", "metrics.jsonl", "trained_prompts.jsonl"]
+    for name in [*names[:3], *(f".tmp_{name}" for name in names)]:
         (home / name).symlink_to(victim)
     config = config_of(home)
     with claimed_directory(config), RecordedView(PlainView(1, stream=io.StringIO()), home) as view:

@@ -1,15 +1,13 @@
 """The output of a run: files in the run directory, progress on the screen, trackers, and the summary at the end."""
 
-from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.events import EVENTS, EventLog, RecordedView
 from hwrl.run.report.rates import StepRates
 from hwrl.run.report.records import Metrics, read_lines
-from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
+from hwrl.run.report.run_report import METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
 from hwrl.run.report.samples import SAMPLES, Sample, pick_samples
 from hwrl.run.report.views import LiveView, PlainView, View, make_view
 
 __all__ = [
-    "CURVE",
     "EVENTS",
     "METRICS",
     "MODEL_DIRECTORY",
@@ -24,7 +22,6 @@ __all__ = [
     "Sample",
     "StepRates",
     "View",
-    "draw_curve",
     "make_view",
     "pick_samples",
     "read_lines",

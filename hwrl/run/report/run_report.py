@@ -1,4 +1,4 @@
-"""Write the files of a run: metrics, trained prompts, samples, TensorBoard events, and the reward curve."""
+"""Write the files of a run: metrics, trained prompts, samples, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.interfaces import RunStatus
-from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.event_files import AppendedFile, EventFile
 from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
 from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
-CURVE = "reward.png"
 MODEL_DIRECTORY = "model"
 """The directory of the trained model in the run directory."""
 
@@ -41,7 +39,7 @@ class RunReport:
     The run must not lose these two files: a failed write raises RunDirectoryError. If lines up to ``resume_step`` are
     missing or damaged, this is logged, and the run continues.
 
-    ``samples.jsonl``, TensorBoard's events and the reward curve are optional: after a first error, which is logged,
+    ``samples.jsonl`` and TensorBoard's events are optional: after a first error, which is logged,
     they are no longer written. ``trackers`` receive all metrics; closing the report finishes them.
 
     Call ``add`` after each step, ``sync`` before each checkpoint, and ``close`` at the end.
@@ -127,7 +125,7 @@ class RunReport:
                 self._fs.sync_directory(self._directory)
 
     def close(self, status: RunStatus = "finished", *, waits: bool = True) -> None:
-        """Finish the trackers with ``status``, draw the reward curve, and close the files.
+        """Finish the trackers with ``status``, and close the files.
 
         Without ``waits`` the trackers finish while the run goes on.
         """
@@ -143,9 +141,6 @@ class RunReport:
         if self._events is not None:
             with self._optional("TensorBoard's events"):
                 self._events.close()
-        if self.history:
-            with self._optional(f"the reward curve {self._directory / CURVE}"):
-                draw_curve(self.history, self._directory / CURVE)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
         if not samples or not self._takes_samples:

@@ -12,7 +12,7 @@ from hwrl.run.config import RUN_CONFIG, Config
 from hwrl.run.invocation import invoked
 from hwrl.run.report.bottleneck import busy_shares, describe_waits
 from hwrl.run.report.records import Metrics
-from hwrl.run.report.run_report import CURVE, METRICS, MODEL_DIRECTORY
+from hwrl.run.report.run_report import METRICS, MODEL_DIRECTORY
 
 SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
 """Metrics of a LoRA run: the weights that were sent since the previous line."""
@@ -95,7 +95,7 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool, faul
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: the base {sent:.0f} times, {base:,.0f} B; adapters, {adapter:,.0f} B")
     if history:
-        lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
+        lines.append(f"  metrics {config.dir / METRICS}")
         lines.append(f"  to make a page about the run: {invoked()} report {shlex.quote(str(config.dir))}")
     if (config.dir / MODEL_DIRECTORY).is_dir() and not interrupted:
         lines.append(f"  model {config.dir / MODEL_DIRECTORY}")

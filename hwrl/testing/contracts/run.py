@@ -22,7 +22,7 @@ from hwrl.testing.subject import Subject
 
 _STEPS = 3
 _TIMEOUT_S = 600.0
-_NEEDED = ("ray", "pydantic", "transformers", "tensorboard", "matplotlib")
+_NEEDED = ("ray", "pydantic", "transformers", "tensorboard")
 _COMMAND = "import sys; from hwrl.cli import main; sys.exit(main())"
 _SHORT = (
     f"train.steps={_STEPS}",

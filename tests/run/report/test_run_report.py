@@ -20,7 +20,7 @@ from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config, load_config
 from hwrl.run.processes.actors import BatchInfo
-from hwrl.run.report import CURVE, METRICS, PROMPTS, LiveView, PlainView, RunReport, StepRates, draw_curve, read_metrics
+from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, StepRates, read_metrics
 from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
 
@@ -45,7 +45,6 @@ def test_a_resume_drops_what_came_after_its_step_and_goes_on_counting_seconds(tm
     assert lines[3]["time_s"] >= seconds
     prompts = [json.loads(line) for line in (tmp_path / PROMPTS).read_text().splitlines()]
     assert [line["step"] for line in prompts] == list(range(1, 8))
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
@@ -166,7 +165,6 @@ def meet_a_limit_on_file_sizes(rank: int, directory: Path) -> tuple[int, list[st
     """Add steps until a write fails; return that step, the error with its notes, and the log."""
     logged: list[str] = []
     report = RunReport(directory, log=logged.append)
-    draw_curve([{**METRICS_OF_A_STEP, "step": 1.0}], directory / "other.png")  # imports and caches first
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     for step in range(1, 100):
         try:
@@ -177,12 +175,10 @@ def meet_a_limit_on_file_sizes(rank: int, directory: Path) -> tuple[int, list[st
     raise AssertionError("there was no limit")
 
 
-def test_a_limit_on_file_sizes_is_an_error_of_the_account_and_the_curve_does_not_hide_it(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_is_an_error_of_the_account(tmp_path: Path) -> None:
     step, (told, *notes), logged = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
     assert told.startswith(f"{tmp_path / METRICS} cannot be written\n  why: File too large\n") and notes == []
-    assert logged == [
-        f"the reward curve {tmp_path / CURVE} can no longer be written (File too large); the run continues without it"
-    ]
+    assert logged == []
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
     with closing(RunReport(tmp_path, log=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
         assert len(report.history) == step - 1
@@ -209,31 +205,6 @@ def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(n, 0.5) for n in range(1, 6)]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "evaluated", "inside"),
-    [([0.1, 0.9], 0.5, (0.0, 1.02)), ([-3.0, 40.0], 0.5, None), ([0.5, 0.5], 7.0, None)],
-)
-def test_the_curve_shows_every_reward(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rewards: list[float],
-    evaluated: float,
-    inside: tuple[float, float] | None,
-) -> None:
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    history = [{**METRICS_OF_A_STEP, "step": float(step), "reward/mean": reward} for step, reward in enumerate(rewards)]
-    history[-1]["eval/reward"] = evaluated
-    draw_curve(history, tmp_path / "reward.png")
-    figure = pyplot.gcf()
-    monkeypatch.undo()
-    low, high = figure.axes[0].get_ylim()
-    pyplot.close(figure)
-    assert all(low <= value <= high for value in [*rewards, evaluated])
-    assert inside is None or (low, high) == inside
 
 
 def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() -> None:

@@ -114,7 +114,6 @@ def write(directory: Path, steps: range, *, resume_step: int = 0) -> None:
     report = RunReport(directory, log=lambda text: None, resume_step=resume_step)
     for step in steps:
         report.add(step, METRICS_OF_A_STEP, prompts=[step], samples=pick([single_turn(step)], 2, step=step))
-    report.history.clear()  # no curve
     report.close()
 
 
