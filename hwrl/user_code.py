@@ -152,7 +152,11 @@ def _execute(spec: ModuleSpec, source: bytes) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there
     code = compile(source, str(spec.origin), "exec", dont_inherit=True)  # our __future__ imports are not the user's
-    exec(code, vars(module))
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        sys.modules.pop(spec.name, None)  # as an import does
+        raise
     _loaded[spec.name] = source, module
     return module
 
