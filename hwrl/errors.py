@@ -34,6 +34,7 @@ HwrlError
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,6 +232,13 @@ def in_one_line(error: BaseException) -> str:
     """Return the error's type and the first line of its message, at most 300 characters."""
     line = first_line(error)
     return line if line == type(error).__name__ else f"{type(error).__name__}: {line[:_WHY_CHARACTERS]}"
+
+
+def lines_of(error: BaseException) -> str:
+    """Return the lines of a user's function that raised ``error``, each after a newline; for the one who called it."""
+    trace = error.__traceback__
+    below = traceback.format_tb(trace.tb_next) if trace is not None else []
+    return "".join(f"\n{frame.rstrip()}" for frame in below)
 
 
 def message_of(error: BaseException) -> str:

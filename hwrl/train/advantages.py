@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hwrl.errors import DataError, in_one_line
+from hwrl.errors import DataError, in_one_line, lines_of
 from hwrl.interfaces import Advantage, PromptGroup
 
 Doubles = npt.NDArray[np.float64]
@@ -122,7 +122,7 @@ def _checked(groups: Sequence[PromptGroup], function: Advantage) -> npt.NDArray[
     except Exception as exc:
         raise DataError(
             f"the advantages of {name} cannot be computed",
-            why=f"the function raised {in_one_line(exc)}",
+            why=f"the function raised {in_one_line(exc)}{lines_of(exc)}",
             fix="correct the function that algorithm.advantage names",
         ) from exc
     try:

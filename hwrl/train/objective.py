@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hwrl.errors import DataError, in_one_line
+from hwrl.errors import DataError, in_one_line, lines_of
 from hwrl.interfaces import LossInputs, TokenLoss
 from hwrl.train.choices import KlEstimator, RejectionMode
 
@@ -143,7 +143,7 @@ class UserLoss:
         except Exception as exc:
             raise DataError(
                 f"the loss {getattr(self.function, '__name__', self.function)!r} raised an error",
-                why=f"with {len(inputs.logprobs)} tokens: {in_one_line(exc)}",
+                why=f"with {len(inputs.logprobs)} tokens: {in_one_line(exc)}{lines_of(exc)}",
                 fix="correct the function that algorithm.loss names",
             ) from exc
         match result:

@@ -388,7 +388,8 @@ def test_a_step_that_failed_before_its_first_update_has_changed_nothing(model_di
     assert trainer.finished_step == 7
     groups = [group_of(version=7), group_of(version=7)]
     calls.append(None)  # the first mini-batch fails
-    with pytest.raises(DataError, match=r"the loss 'loss' raised an error(.|\n)*ValueError: the user's error"):
+    says = r"the loss 'loss' raised an error(.|\n)*ValueError: the user's error\n  File .*, in loss\n"
+    with pytest.raises(DataError, match=says):
         trainer.step(groups)
     assert trainer.finished_step == 7
     with pytest.raises(DataError, match="the loss 'loss' raised"):  # the second one fails
