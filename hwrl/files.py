@@ -1,11 +1,11 @@
-"""Open and create single files in directories that other people write to, or that came from elsewhere.
+"""Open and create single files in directories of other people, or from elsewhere.
 
 A name there may be a link to any file of the user, a pipe without a writer, or an endless device. Each function here
 opens regular files only, never blocks, and raises OSError, with a sentence as its ``strerror``, for anything else.
 
-A path is no proof of ownership: while a process waits, its directory may be deleted, renamed, or replaced by that of
-another run. Where this process has an :class:`OwnedDirectory`, each function that changes something first proves that
-the path still leads there; other code calls :func:`require_owned`.
+A path is no proof of ownership: while a process waits, its directory may be deleted, renamed, or replaced by another
+run's. Where this process has an :class:`OwnedDirectory`, each function for a change first proves the path; other code
+calls :func:`require_owned`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOST = errno.ESTALE
 
 
 class OwnedDirectory:
-    """A directory that this process owns, until :meth:`end`. A newer object for the same path takes its place.
+    """A directory of this process, until :meth:`end`. A newer object for the same path takes its place.
 
-    It is still owned if ``path`` leads to the directory that it led to at first, and the file ``lock_name`` there is
-    that of the descriptor ``lock``, which stays open. With ``lock_content``, that must also be its content.
+    It is still owned if ``path`` leads to the same directory as at first, and the file ``lock_name`` there is the file
+    of the descriptor ``lock``, which stays open. With ``lock_content``, the file must also have this content.
     """
 
     def __init__(self, path: Path, lock_name: str, lock: int, *, lock_content: bytes | None = None) -> None:

@@ -91,7 +91,7 @@ class _Operations(TorchDispatchMode):
     """Counts torch's operations in the block, and the elements of the largest result."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.count = self.most_elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -58,7 +58,7 @@ def test_a_connection_that_is_taken_back_at_the_last_moment_does_not_end_the_dia
         other = serve_store()
         joined = clone_store(other)
     finally:
-        threading.settrace(None)  # type: ignore[arg-type]  # it takes None
+        threading.settrace(None)
     for number in range(2):
         clone_store(joined).set(f"key {number}", "value")
     assert other.check(["key 0", "key 1"]) and taken
@@ -107,7 +107,9 @@ def test_the_address_of_a_store_that_was_dropped_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [store_address, clone_store, WeightSender, lambda store: PrefixStore("p", store)], ids=str
+    "use",
+    [store_address, clone_store, WeightSender, lambda store: PrefixStore("p", store)],
+    ids=["address", "clone", "sender", "prefix"],
 )
 def test_a_fork_of_the_server_is_told_what_it_may_do(use: Callable[[Any], object]) -> None:
     store = serve_store()

@@ -18,6 +18,7 @@ _COLLECTIVES = {
 _ALLOWED = {
     "hwrl/rollout/reward_process.py": "a reward process reads the pipe of its parent, a socket pair without a name",
     "hwrl/rollout/reward_loop.py": "a reward process reads the pipe of its parent, a socket pair without a name",
+    "hwrl/run/first_import.py": "the user's own code and its parent exchange values through a pipe without a name",
     "hwrl/testing/processes.py": "a check and its own child processes exchange values through pipes without a name",
     "hwrl/run/config/yaml_reader.py": "the loader is a subclass of yaml.SafeLoader; the file is the user's",
     "plugins/hwrl_vllm/worker.py": "an engine calls its own worker processes through vLLM, which pickles calls itself",

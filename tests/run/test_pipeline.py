@@ -10,13 +10,14 @@ import pytest
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import DataError, with_notes
-from hwrl.rollout import EvaluatedPrompt, Evaluation, PromptLedger, UntrainedPrompts
+from hwrl.rollout import EvaluatedPrompt, Evaluation, UntrainedPrompts
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.report import PROMPTS, read_metrics
 from hwrl.user_code import load_function
 from tests.support.finished_groups import finished
+from tests.support.fleet_with_ledger import FleetWithLedger, trained_prompts
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 
@@ -69,50 +70,6 @@ class TrainerDiesInStepTwo(StandInFleet):
 def test_the_first_line_after_a_trainers_death_has_no_totals_from_before_the_last_line(tmp_path: Path) -> None:
     train(tmp_path, TrainerDiesInStepTwo(tmp_path, DurableFS()), Interrupts())
     assert [line["rollout/generate_s"] for line in read_metrics(tmp_path)] == [10.0, 20.0], "not 30.0"
-
-
-class FleetWithLedger(StandInFleet):
-    """Has the real ledger of two steps. Its replica finishes all prompts at once. Errors end calls of the trainer."""
-
-    def __init__(self, home: Path, *, error_in_step: int = 0, error: Exception | None = None) -> None:
-        super().__init__(home, DurableFS())
-        self._path, self._error_in_step, self._error = home / "ledger.json", error_in_step, error
-        self._prompts = PromptLedger(groups_per_version=2, max_staleness=1, total_groups=4, group_timeout_s=600.0)
-
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
-        self._prompts.advance(version)
-        for lease in self._prompts.lease(4, replica="replica-0#0", now_s=0.0):
-            self._prompts.complete(finished(lease))
-        groups = self._prompts.take(count)
-        assert groups is not None, "the run would wait for ever"
-        self._taken = [group.sequence_number for group in groups]
-        return groups, "info"
-
-    def value_of(self, info: str) -> BatchInfo | None:
-        return BatchInfo(self._taken, {}, {}, ledger=self._prompts.state_dict())
-
-    def step(self, groups: list[Any]) -> StepOutcome:
-        if self._step + 1 == self._error_in_step and self._error is not None:
-            raise self._error
-        return super().step(groups)
-
-    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
-        self._path.write_text(json.dumps(ledger))
-        return super().save(ledger)
-
-    def restore(self) -> RestoredRun | None:
-        if not self._path.exists():
-            return None
-        self._step = int((self._home / CHECKPOINT).read_text())
-        return RestoredRun(self._step, json.loads(self._path.read_text()), [], [])
-
-    def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
-        self._prompts.load_state_dict(state, incarnation=incarnation)
-
-
-def trained_prompts(home: Path) -> list[int]:
-    lines = [json.loads(line) for line in (home / PROMPTS).read_text().splitlines()]
-    return [number for line in lines for number in line["sequence_numbers"]]
 
 
 def test_after_an_error_in_a_step_a_resumed_run_trains_on_the_steps_prompts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, StepOutcome
 from hwrl.run.report import read_metrics
-from tests.run.test_pipeline import FleetWithLedger, trained_prompts
+from tests.support.fleet_with_ledger import FleetWithLedger, trained_prompts
 from tests.support.two_step_run import CHECKPOINT, train
 
 

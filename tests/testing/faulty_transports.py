@@ -52,9 +52,10 @@ class FaultySender(Wrapped):
         if (fault("a second version is not sent") and self.rounds > 1) or self._context.store.check(["left"]):
             raise CommError("nothing is sent", why="it is the fault", fix="remove it")
         self.kept = FaultyReader(reader, self._context.layout)
-        return self._end.send(sending, self.kept, clock)
+        sums: torch.Tensor = self._end.send(sending, self.kept, clock)
         if not fault("sent tensors are kept"):
             self.kept = None
+        return sums
 
 
 class FaultyReader(Wrapped):

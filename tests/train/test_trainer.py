@@ -81,7 +81,11 @@ def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
 
 
 def trainer_of(model_directory: Path, **changes: Any) -> AsyncTrainer:
-    settings = {"algorithm": Algorithm(PolicyLoss()), "max_staleness": 1, "trigger_parameter_sync_step": 2}
+    settings: dict[str, Any] = {
+        "algorithm": Algorithm(PolicyLoss()),
+        "max_staleness": 1,
+        "trigger_parameter_sync_step": 2,
+    }
     return AsyncTrainer(engine_on(model_directory), **(settings | changes))
 
 
@@ -374,7 +378,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted_up_to_a_limi
 
 
 def test_a_step_that_failed_before_its_first_update_has_changed_nothing(model_directory: Path) -> None:
-    calls = []
+    calls: list[object] = []
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         calls.append(inputs)

@@ -57,7 +57,7 @@ def _ipc_shares(rank: int, address: str) -> list[float | None] | None:
 @pytest.mark.parametrize("transport", ["device", "host", "ipc"])
 def test_a_report_has_the_share_that_changed(store: Store, transport: str, caplog: pytest.LogCaptureFixture) -> None:
     if transport == "ipc":
-        shares = run_processes(_ipc_shares, 2, store_address(store))[0]  # type: ignore[arg-type]
+        shares = run_processes(_ipc_shares, 2, store_address(store))[0]  # type: ignore[arg-type]  # mypy takes the ranks' results for one type
     else:
         with (
             sender_of(store, transport=transport, slab_nbytes=_SLAB_NBYTES, slabs=2) as sender,
@@ -93,9 +93,9 @@ def test_what_nobody_received_is_not_compared_and_what_is_sent_again_is_not_warn
                 assert sender.publish(1, _FIRST).changed_share == 1.0, "the same version, to the new receiver"
                 receiving()
                 assert "same bits" not in caplog.text
-                receiving = [beside(one.receive) for one in (first, second)]
+                both = [beside(one.receive) for one in (first, second)]
                 assert sender.publish(1, _FIRST, again=True).changed_share == 0.0
-                assert [one().version for one in receiving] == [1, 1] and "same bits" in caplog.text
+                assert [one().version for one in both] == [1, 1] and "same bits" in caplog.text
 
 
 def test_an_adapter_that_never_changes_is_warned_of(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,6 +121,6 @@ def _send_or_receive(rank: int, address: str) -> list[float | None] | None:
 
 def test_the_shares_of_several_senders_are_added_up() -> None:
     store = serve_store()
-    first, same, changed, still = run_processes(_send_or_receive, 4, store_address(store))[0]  # type: ignore[misc]
+    first, same, changed, still = run_processes(_send_or_receive, 4, store_address(store))[0]
     assert (first, same, still) == (1.0, 0.0, 0.0)
     assert changed > 0.5, "all but the empty and constant tensors"

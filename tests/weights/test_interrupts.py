@@ -88,7 +88,7 @@ def test_an_interrupted_publish_has_the_version_that_receivers_have(store: Store
     with sender_of(store, transport=transport) as sender, receiver_of(store) as receiver:
         for version in itertools.count(1):
             receiving = beside(lambda: receiver.receive(timeout_s=600.0))
-            interrupted = _interrupted_at(version, lambda: sender.publish(version, model_of(1)), _publishes)  # noqa: B023
+            interrupted = _interrupted_at(version, lambda: sender.publish(version, model_of(1)), _publishes)  # noqa: B023 - it is called here
             if sender.version == version:
                 assert receiving().version == version
             else:

@@ -302,7 +302,7 @@ def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store
 class _Breaking(DeviceSender):
     """Loses its receivers after the tensors were read."""
 
-    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         tensors = [reader.tensors_of(slab) for slab in reader.layout.slabs]
         raise CommError("a receiver was lost", why="a test", fix=f"none: {len(tensors)} slabs were read")
 

@@ -11,42 +11,8 @@ import torch
 
 from hwrl.errors import CheckpointError, ConfigError
 from hwrl_trl import CheckpointCallback, OffloadCallback
-from tests.support.tiny_model import tiny_model
+from tests.plugins.trl.tiny_trainer import make_trainer
 from tests.support.trainer_checkpoints import assert_equal, trained
-
-
-class Rows(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(index, index + 8) % 16
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def make_trainer(directory: Path, **settings: Any) -> Any:
-    """Five steps are an epoch of one rank; dropout uses the random numbers."""
-    from transformers import Trainer, TrainingArguments
-
-    model = tiny_model()
-    model.set_attn_implementation("eager")
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.2
-    defaults = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "max_steps": 8,
-        "save_steps": 1,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return Trainer(
-        model, args=TrainingArguments(str(directory), **defaults | settings), train_dataset=Rows(), eval_dataset=Rows()
-    )
 
 
 def make_offloading(directory: Path) -> Any:

@@ -14,7 +14,7 @@ from hwrl.checkpoint import CheckpointManager, rng_state
 from hwrl.memory import Offloader
 from hwrl_trl import CheckpointCallback, OffloadCallback
 from hwrl_trl.demo import tiny_trainer
-from tests.plugins.trl.test_trainer import make_trainer
+from tests.plugins.trl.tiny_trainer import make_trainer
 from tests.support.optimizers import OPTIMIZERS, assert_same, frozen
 
 STEPS = 4
