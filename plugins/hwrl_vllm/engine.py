@@ -51,7 +51,7 @@ from hwrl_vllm.starting import start_vllm, vllm_sampling
 from hwrl_vllm.tools import vllm_tool_parser
 from hwrl_vllm.worker import LentWeights, WeightLoading
 
-Tensors = Mapping[str, torch.Tensor]
+NamedWeights = Mapping[str, torch.Tensor]
 _WorkerResultT = TypeVar("_WorkerResultT")
 _ENDS = ("STOP", "LENGTH")
 """vLLM's reasons with which a response is whole; with any other, vLLM has not finished it."""
@@ -143,7 +143,7 @@ class VllmEngine(RolloutEngine):
                 self.core.abort(requests)
         return dropped
 
-    def check_weights(self, tensors: Tensors) -> None:
+    def check_weights(self, tensors: NamedWeights) -> None:
         require_same_model(self._base, tensors)
 
     def receive_weights(self, offer: WeightOffer) -> int | None:
@@ -265,7 +265,7 @@ class VllmEngine(RolloutEngine):
                 fix="make it with settings.may_sleep; in a run, rollout.free_cache_engine=true",
             )
 
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: Tensors) -> Tensors:
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: NamedWeights) -> NamedWeights:
         """Return ``weights`` contiguous. Raises EngineError unless their names and shapes are those of ``own``."""
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
         given = {name: tensor.contiguous() for name, tensor in weights}
@@ -284,7 +284,7 @@ class VllmEngine(RolloutEngine):
             partial.mark(self.version)
         self.version = -1
 
-    def _replace(self, weights: Tensors, *, name: str, adapter: Mapping[str, Any] | None = None) -> None:
+    def _replace(self, weights: NamedWeights, *, name: str, adapter: Mapping[str, Any] | None = None) -> None:
         """Let the workers load ``weights``: a whole model, or an adapter if ``adapter`` is PEFT's config.
 
         Afterwards the engine has no version; the caller sets it. A whole model replaces the base, too. If ``weights``
@@ -306,7 +306,7 @@ class VllmEngine(RolloutEngine):
             fix=self._repair("load a whole version before the next step"),
         )
 
-    def _load(self, weights: Tensors, adapter: Mapping[str, Any] | None) -> None:
+    def _load(self, weights: NamedWeights, adapter: Mapping[str, Any] | None) -> None:
         """Pass ``weights`` to the worker in this process, or lend their memory to the workers' processes. Blocks."""
         if self._worker_is_here:
             self._on_workers(WeightLoading.hwrl_load, weights, adapter)
@@ -321,7 +321,7 @@ class VllmEngine(RolloutEngine):
         """Call ``method`` of WeightLoading in each worker, and return the results in rank order. Blocks."""
         return self.core.call_workers(method.__name__, *args, timeout_s=timeout_s)
 
-    def _on_device(self, weights: Tensors, name: str) -> Tensors:
+    def _on_device(self, weights: NamedWeights, name: str) -> NamedWeights:
         """Return ``weights`` in memory that the workers can read. A worker's process can open device memory only."""
         if self._worker_is_here:
             return weights

@@ -178,7 +178,7 @@ class Lose(FileFault):
     again: bool = False
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:  # type: ignore[override]  # a property for two kinds
         return "second-run" if self.again else "disk"
 
     def __call__(self, scene: Scene) -> None:

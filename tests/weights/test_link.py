@@ -124,8 +124,7 @@ def test_a_receiver_that_restarts_while_the_sender_waits_is_served(store: Store)
     with sender_of(store) as sender:
         dead = receiver_of(store, "r0")
         publishing = beside(lambda: sender.publish(1, model_of(1)))
-        while dead.poll() is None:
-            pass
+        dead.wait()
         with receiver_of(store, "r0") as restarted:
             assert restarted.receive(timeout_s=100.0).version == 1
             assert publishing().receivers == 1

@@ -34,7 +34,7 @@ _CLIENT_PORT = 10001
 _SHUTDOWN_LOG_S = 10.0
 _SHUTDOWN_LOGS_BEFORE_KILL = 3
 
-_RETRY_PAUSES_S = (2.0, 10.0, 30.0)
+RETRY_PAUSES_S = (2.0, 10.0, 30.0)
 """The pauses before further tries to start Ray. Its raylet gives Ray's agents 15 s, and no setting of Ray 2.60 changes
 that. A busy machine may need more; a later try finds their files in memory.
 """
@@ -129,7 +129,7 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
     plan_placement(config, get_backend(), devices=local_devices(config), one_machine=True)  # raises before Ray starts
     log("starting Ray on this machine")
     with private_ray() as directory:
-        for pause_s in (*_RETRY_PAUSES_S, None):
+        for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 with _own_process_groups(), _without_token_advice(), few_processes():
                     _connect(

@@ -221,24 +221,19 @@ class Fleet:
         pending = [*closing, *self.replicas.begin_stop()]
         finished = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)[0] if pending else []
         if after is not None and not isinstance(after, KeyboardInterrupt):
-            finished += self._wait_for_save([answer for answer in closing if answer not in finished])
+            unfinished = [answer for answer in closing if answer not in finished]
+            limit = Timeout(self._config.timeouts.trainer_s)
+            with self.waiting_for(f"a checkpoint in the background (limit timeouts.trainer_s={limit.limit_s:g} s)"):
+                while unfinished and self.trainers.are_saving() and not limit.is_over():
+                    ready, unfinished = ray.wait(unfinished, timeout=POLL_S)
+                    finished += ready
+                    self._monitor.update()
         errors = [partial(raise_hwrl_error, answer) for answer in finished if after and answer in closing]
         self.trainers.kill()
         self.replicas.kill()
         self.ledger.handle.kill()
         self._devices.close()
         attempt_all(*errors)
-
-    def _wait_for_save(self, closing: list[Answer[None]]) -> list[Answer[None]]:
-        """Wait for ``closing`` as long as a trainer saves a checkpoint in the background; return the finished ones."""
-        finished: list[Answer[None]] = []
-        limit = Timeout(self._config.timeouts.trainer_s)
-        with self.waiting_for(f"a checkpoint in the background (limit timeouts.trainer_s={limit.limit_s:g} s)"):
-            while closing and self.trainers.are_saving() and not limit.is_over():
-                ready, closing = ray.wait(closing, timeout=POLL_S)
-                finished += ready
-                self._monitor.update()
-        return finished
 
 
 def _newest_step(config: Config) -> int:

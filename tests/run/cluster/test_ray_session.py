@@ -130,7 +130,7 @@ def test_a_start_that_timed_out_is_tried_again_and_another_failure_is_not(
         raise ends.pop(0)
 
     monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.setattr(ray_session, "_RETRY_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(ray_session, "RETRY_PAUSES_S", (0.0, 0.0, 0.0))
     for reason, tries in (("no space", 2), ("timed out", 3)):
         logged: list[str] = []
         with pytest.raises(EngineError, match=reason), ray_cluster(config, log=logged.append):

@@ -78,7 +78,6 @@ def test_closing_waits_for_a_checkpoint_in_the_background(
         ledger=SimpleNamespace(handle=nothing),
         waiting_for=trainers.waiting_for,
     )
-    fleet._wait_for_save = partial(Fleet._wait_for_save, cast(Any, fleet))
     if polls:
         with pytest.raises(EngineError, match="the save failed"):
             Fleet.close(cast(Any, fleet), after=error)
