@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from hwrl.checkpoint.format.planners import misfit_error
 from hwrl.errors import CheckpointSaveError, ConfigError
 
 _STRUCTURE = "structure-"  # in names: the value is a structure
+_EXTRA_STATE = "_extra_state"  # ends the names that torch gives to the extra states of modules
 _TENSOR = "hwrl.tensor"  # a dict with this key stands for a tensor in a structure, and has its name
 
 
@@ -54,14 +56,16 @@ def take_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``state`` with the state of each object in its place. It shares the objects' tensors."""
     taken: dict[str, Any] = {}
     for name, part in state.items():
-        if not _is_part(part) or isinstance(part, nn.Module):
-            taken[name] = dict(get_model_state_dict(part)) if isinstance(part, nn.Module) else part
+        if not _is_part(part):
+            taken[name] = part
             continue
         packer = _Packer()
         structures = {path: packer.pack(path, value) for path, value in _pieces(part, state).items()}
-        # Stages of a pipeline have other pieces each, so their structures get other names.
-        digest = hashlib.sha256("\n".join(structures).encode()).hexdigest()[:16]
-        taken[name] = {**packer.tensors, f"{_STRUCTURE}{digest}": (structures,)}  # a dict would be many values
+        taken[name] = {**_own_tensors(part), **packer.tensors}
+        if structures:
+            # Stages of a pipeline have other pieces each, so their structures get other names.
+            digest = hashlib.sha256("\n".join(structures).encode()).hexdigest()[:16]
+            taken[name][f"{_STRUCTURE}{digest}"] = (structures,)  # a dict would be many values
     return taken
 
 
@@ -72,12 +76,7 @@ def make_template(state: Mapping[str, Any], saved: SavedTensors) -> dict[str, An
     """
     template: dict[str, Any] = {}
     for name, part in state.items():
-        if not _is_part(part):
-            template[name] = part
-        elif isinstance(part, nn.Module):
-            template[name] = dict(get_model_state_dict(part))
-        else:
-            template[name] = _template_of(name, part, state, saved)
+        template[name] = _template_of(name, part, state, saved) if _is_part(part) else part
     return template
 
 
@@ -85,12 +84,16 @@ def _template_of(name: str, part: Any, state: Mapping[str, Any], saved: SavedTen
     template = saved.read_plain(f"{name}.{_STRUCTURE}")
     live: dict[str, Any] = {"": None}
     likes: dict[str, torch.Tensor] = {}
-    if isinstance(part, torch.optim.Optimizer) and "" not in (pieces := _pieces(part, state)):
+    if isinstance(part, nn.Module):
+        live = _pieces(part, state)
+    elif isinstance(part, torch.optim.Optimizer) and "" not in (pieces := _pieces(part, state)):
         live, names = pieces, _numbered_names(part, state)
         likes = {f"state.{names[number]}": one for number, one in enumerate(_parameters(part))}
     structures = _merged(template)
+    template |= _own_tensors(part)
     lacking = {path for path in live if path not in structures and path not in likes}
-    surplus = {path for path in structures if path.startswith("param_groups.") and path not in live}
+    whole = "" if isinstance(part, nn.Module) else "param_groups."  # the rest may be missing on a rank
+    surplus = {path for path in structures if path.startswith(whole) and path not in live}
     for path in sorted(lacking | surplus):
         where = "checkpoint" if path in lacking else "state"
         raise misfit_error(f"the {where} has no {f'{name}.{path}'.rstrip('.')!r}")
@@ -109,7 +112,8 @@ def restore(state: MutableMapping[str, Any], template: Mapping[str, Any]) -> Non
         if not _is_part(part):
             state[name] = filled
         elif isinstance(part, nn.Module):
-            set_model_state_dict(part, filled)
+            extra = {key: _with_tensors(one, filled) for key, one in _merged(filled).items()}
+            set_model_state_dict(part, {**{key: filled[key] for key in _own_tensors(part)}, **extra})
         elif "" not in (structures := _merged(filled)):
             _restore_optimizer(part, _numbered_names(part, state), filled)
         else:
@@ -154,7 +158,12 @@ def _is_part(value: Any) -> bool:
 
 
 def _pieces(part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pieces of an object's state that ranks have or lack: of an optimizer, each parameter's and group's."""
+    """Return the pieces of an object's state that ranks have or lack: of an optimizer, each parameter's and group's.
+
+    A module's pieces are its extra states: they may have another structure in each step.
+    """
+    if isinstance(part, nn.Module):
+        return {key: value for key, value in get_model_state_dict(part).items() if key.endswith(_EXTRA_STATE)}
     own = part.state_dict()
     if not (isinstance(part, torch.optim.Optimizer) and own.keys() >= {"state", "param_groups"}):
         return {"": own}  # a container of optimizers may have a form of its own
@@ -167,15 +176,29 @@ def _pieces(part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**pieces, "rest": rest}
 
 
+def _own_tensors(part: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of a module, and nothing for another object."""
+    own = get_model_state_dict(part) if isinstance(part, nn.Module) else {}
+    return {key: value for key, value in own.items() if not key.endswith(_EXTRA_STATE)}
+
+
 def _numbered_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, str]:
-    """Return the name of each parameter, by its number in ``optimizer.state_dict()``."""
-    names: dict[torch.Tensor, str] = {}
-    for part in state.values():
+    """Return the name of each parameter, by its number in ``optimizer.state_dict()``.
+
+    If several of the optimizer's parameters have the same name in their modules, those of the modules come first.
+    """
+    found: dict[torch.Tensor, tuple[str, str]] = {}
+    for part_name, part in state.items():
+        names: Mapping[Any, str] = {}
         if isinstance(part, nn.Module):
-            names = parameter_names(part) | names
+            names = parameter_names(part)
         elif isinstance(part, dict):
-            names = {one: name for name, one in part.items() if isinstance(one, nn.Parameter)} | names
-    return {number: names.get(one, str(number)) for number, one in enumerate(_parameters(optimizer))}
+            names = {one: name for name, one in part.items() if isinstance(one, nn.Parameter)}
+        for one, name in names.items():  # the order of the state does not matter
+            found[one] = min(found.get(one, (part_name, name)), (part_name, name))
+    held = [found.get(one, ("", str(number))) for number, one in enumerate(_parameters(optimizer))]
+    uses = Counter(name for _, name in held)
+    return {number: name if uses[name] == 1 else f"{part}.{name}" for number, (part, name) in enumerate(held)}
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
