@@ -90,6 +90,8 @@ def _template_of(name: str, part: Any, state: Mapping[str, Any], saved: SavedTen
         live, names = pieces, _numbered_names(part, state)
         likes = {f"state.{names[number]}": one for number, one in enumerate(_parameters(part))}
     structures = _merged(template)
+    if not template and not isinstance(part, nn.Module) and any(one.startswith(f"{name}.") for one in saved):
+        raise misfit_error(f"{name!r} is there in another form, of an earlier version of hwrl or a dict of tensors")
     template |= _own_tensors(part)
     lacking = {path for path in live if path not in structures and path not in likes}
     whole = "" if isinstance(part, nn.Module) else "param_groups."  # the rest may be missing on a rank

@@ -277,3 +277,13 @@ def test_a_model_with_another_extra_state_is_refused_by_name(tmp_path: Path) -> 
         manager = CheckpointManager(tmp_path / where, backend=BACKEND, model=other())
         with manager, pytest.raises(CheckpointError, match=match):
             manager.resume()
+
+
+def test_an_optimizer_state_of_an_earlier_form_is_refused_by_that(tmp_path: Path) -> None:
+    one = made("DDP", 0)
+    one.step()
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        manager.save(1, {name: part.state_dict() for name, part in one.parts.items()})
+    manager = CheckpointManager(tmp_path, backend=BACKEND, **one.parts)
+    with manager, pytest.raises(CheckpointError, match="'optimizer' is there in another form, of an earlier version"):
+        manager.resume()
