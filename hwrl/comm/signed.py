@@ -168,8 +168,9 @@ def _connect(address: KeyedAddress, *, timeout_s: float, key: str) -> socket.soc
             require_key(connection, key)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_AFTER_S // 4)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_S * 1000)
+            with contextlib.suppress(OSError):  # some sandboxes lack these; calls have time limits, too
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_AFTER_S // 4)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_S * 1000)
             connection.settimeout(timeout_s)
             connection.connect(place)
             connection.settimeout(None)

@@ -89,6 +89,12 @@ def test_an_address_without_a_key_a_port_or_a_host_is_none(address: str) -> None
     assert "key'" not in str(refused.value)
 
 
+def test_a_system_without_the_options_for_lost_peers_has_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "TCP_USER_TIMEOUT", 200)  # a number that no kernel knows
+    store = serve_store()
+    dial(KeyedAddress.parse(store_address(store)), timeout_s=30).close()
+
+
 def test_who_took_the_stores_place_hears_nothing() -> None:
     key = secrets.token_urlsafe(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -53,6 +53,14 @@ UNSAFE = {
     "exit at import": (source(at_import=EXIT), "its import ended its process with status 0"),
     "exit in the probe": (source(in_probe=EXIT), "its hwrl_probe ended its process with status 0"),
     "killed at import": (source(at_import="import os; os.kill(os.getpid(), 11)"), "its import ended its process with"),
+    "closes the output": (source(at_import="import os; os.close(1)"), "its import changed the standard files"),
+    "another directory": (source(in_probe="import os; os.chdir('/')"), "its hwrl_probe changed the current directory"),
+    "another umask": (source(at_import="import os; os.umask(0)"), "its import changed the umask"),
+    "a timer": (source(at_import="import signal; signal.alarm(9)"), "its import changed the timer"),
+    "another choice": (
+        source(in_probe="import os; os.environ['HWRL_BACKEND'] = 'faulty'"),
+        "its hwrl_probe changed HWRL_BACKEND",
+    ),
     "Ctrl-C of its own": (source(in_probe="raise KeyboardInterrupt"), "its hwrl_probe ended its process with status"),
 }
 
