@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from hwrl.errors import ConfigError, DataError
+from hwrl.files import open_to_read
 from hwrl.memory import own_memory
 
 __all__ = [
@@ -54,6 +55,8 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|\w*(position|pos_e)\w*)(\.|$)")
 """The names of tables with one row for each position."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_READ = (*_WEIGHT_SUFFIXES, ".json", ".jinja", ".model", ".txt")
+"""The suffixes of the files in a model's directory that transformers reads."""
 
 
 def build_model(directory: Path, *, dtype: torch.dtype, max_length: int | None = None) -> Any:
@@ -350,7 +353,7 @@ def model_identity(directory: Path) -> int:
     identity = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.name == "config.json" or path.suffix in _WEIGHT_SUFFIXES:
-            with path.open("rb") as file:
+            with open_to_read(path, follow_links=True) as file:
                 identity.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return int.from_bytes(identity.digest()[:8], "big") >> 4
 
@@ -418,6 +421,12 @@ def _require_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise DataError(
             f"there is no directory {directory}", why="models are read from the disk only", fix="correct model.path"
+        )
+    if odd := [path for path in sorted(directory.iterdir()) if path.suffix in _READ and not path.is_file()]:
+        raise DataError(  # transformers would take the file for missing, and use defaults or other files
+            f"{odd[0]} cannot be read",
+            why="it is a link to a missing file, or no regular file",
+            fix="download or save the model again",
         )
 
 

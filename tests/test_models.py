@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from hwrl.models import (
     cache_argument,
     load_generation_config,
     load_model,
+    load_model_config,
     load_tokenizer,
+    model_identity,
     vocabulary_size,
 )
 from hwrl.run.demo import write_demo
@@ -111,6 +114,21 @@ def test_a_damaged_model_is_refused_by_name(model: Path, damage: Callable[[Path]
     damage(model)
     with pytest.raises(DataError, match=message):
         load_model(model, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "x.bin", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "device", "directory"])
+def test_what_is_no_file_is_not_taken_for_missing_nor_waited_for(model: Path, name: str, kind: str) -> None:
+    """transformers would go on without it: without the chat template of a cache that lacks a file, for example."""
+    path = model / name
+    path.unlink(missing_ok=True)
+    if kind in ("link", "device"):
+        path.symlink_to("/dev/zero" if kind == "device" else "missing")
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    for use in (load_model_config, load_tokenizer, model_identity):
+        with pytest.raises(DataError, match=f"{name} cannot be read"):
+            use(model)
 
 
 def test_a_tied_output_layer_is_not_missing(model: Path) -> None:

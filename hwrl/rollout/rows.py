@@ -11,16 +11,19 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, message_of
+from hwrl.files import open_to_read, read_file
 
 HUB = "hf:"
 """A path that begins with this is a name on the hub."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """A directory from ``datasets`` has the first file if it is one data set, the second if it has several splits."""
+_MAX_LINE_NBYTES, _MAX_STATE_NBYTES = 1 << 28, 1 << 26
 _OPTIONS = {"split": "split", "config": "name", "revision": "revision"}
 """The options in a name on the hub, each with its parameter of ``datasets.load_dataset``."""
 
@@ -61,7 +64,7 @@ def digest_rows(path: Path) -> str:
 
 
 def _digest_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path, follow_links=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -89,12 +92,14 @@ def _reader(path: Path, *, key: str) -> Callable[[Path, bytes | None], Iterator[
 
 
 def _json_lines(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
-    with io.BytesIO(path.read_bytes() if content is None else content) as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_to_read(path, follow_links=True) if content is None else io.BytesIO(content) as lines:
+        for number, line in enumerate(iter(partial(lines.readline, _MAX_LINE_NBYTES), b""), start=1):
+            place = f"{path}, line {number}"
+            if len(line) == _MAX_LINE_NBYTES:
+                raise DataError(f"{place} is too long", why="it has 256 MiB or more", fix="shorten or divide the row")
             line = line.strip()
             if not line:
                 continue
-            place = f"{path}, line {number}"
             try:
                 row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as exc:
@@ -111,14 +116,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parquet_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes() if content is None else content))
-    except (pa.ArrowException, OSError) as exc:  # OSError: a damaged page
-        raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
-    for number, row in enumerate(table.to_pylist(), start=1):
+        with open_to_read(path, follow_links=True) if content is None else io.BytesIO(content) as file:
+            rows = pq.read_table(file).to_pylist()
+    except Exception as exc:  # damaged, or it has values that Python cannot hold, such as far dates
+        fix = "write the file again, with values that Python can hold"
+        raise DataError(f"{path} cannot be read as Parquet", why=message_of(exc), fix=fix) from exc
+    for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
 
 
@@ -142,13 +148,16 @@ def _directory_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, An
         )
     number = 0
     try:
-        for entry in json.loads((path / _STATE).read_text())["_data_files"]:
-            with pa.memory_map(str(path / entry["filename"])) as file, pa.ipc.open_stream(file) as batches:
+        state = read_file(path / _STATE, max_nbytes=_MAX_STATE_NBYTES, follow_links=True)
+        for entry in json.loads(state)["_data_files"]:
+            stream = path / entry["filename"]
+            open_to_read(stream, follow_links=True).close()  # a pipe would wait for its other end
+            with pa.memory_map(str(stream)) as file, pa.ipc.open_stream(file) as batches:
                 for row in (row for batch in batches for row in batch.to_pylist()):
                     number += 1
                     yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as exc:
-        raise DataError(f"{path} cannot be read", why=str(exc), fix="save the data set again") from exc
+    except Exception as exc:  # as in Parquet
+        raise DataError(f"{path} cannot be read", why=message_of(exc), fix="save the data set again") from exc
 
 
 def _hub_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:

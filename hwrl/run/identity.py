@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hwrl.errors import ConfigError, DataError, InputChangedError
+from hwrl.files import open_to_read
 from hwrl.rollout import HUB, digest_rows
 from hwrl.run.config import Config
 from hwrl.user_code import function_file
@@ -290,7 +291,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 def _digest(key: str, path: Path) -> str:
     if key == MODEL_CONFIG:
         return _model_config_digest(path.read_bytes())
-    with path.open("rb") as file:
+    with open_to_read(path, follow_links=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

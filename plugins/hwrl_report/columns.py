@@ -109,4 +109,5 @@ def bucket_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | N
 
 
 def _rounded(values: Reals) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+    rounded = [float(f"{value:.5g}") for value in values.tolist()]  # the largest floats become infinite
+    return [value if math.isfinite(value) else None for value in rounded]

@@ -172,6 +172,16 @@ def test_a_run_goes_on_in_any_run_directory_and_a_simulation_tells_what_is_wrong
         report.close()
 
 
+def test_the_largest_floats_are_shown_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    lines = [
+        step_line(step, rollout__generate_s=float(value), rollout__replicas=1.0)
+        for step, value in enumerate(["1e308", "inf", "-inf"], start=1)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    assert "wrote" in tell(["report", str(tmp_path)], capsys, seed=0, statuses=(0,))
+
+
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "events.jsonl", "samples.jsonl", "trained_prompts.jsonl", "config.yaml"]
 )

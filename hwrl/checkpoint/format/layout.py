@@ -64,6 +64,8 @@ def _encode_item(item: WriteItem) -> Json:
 
 def _decode_item(item: Json) -> WriteItem:
     kind = WriteItemType[item["kind"]]
+    if not isinstance(item["name"], str):
+        raise ValueError(f"{item['name']!r} is not a name")
     if kind is WriteItemType.BYTE_IO:
         return WriteItem(MetadataIndex(item["name"]), kind)
     dtype = getattr(torch, item["dtype"])

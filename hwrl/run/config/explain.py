@@ -15,7 +15,8 @@ _MAX_LEAVES = 20
 RENAMED = {"reward.threads": "reward.workers, which counts processes", "critic.kl_coef": "critic.kl_coeff"}
 """Keys of earlier versions, each with the key that has replaced it."""
 SAME_AS = {
-    "optimizer.learning_rate": ("lr", "critic_lr"),
+    "optimizer.learning_rate": ("lr",),
+    "critic.learning_rate": ("critic_lr",),
     "optimizer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clip_val"),
     "optimizer.betas": ("adam_beta1", "adam_beta2"),
     "optimizer.warmup_steps": ("warmup", "lr_warmup_steps", "warmup_ratio", "lr_warmup_steps_ratio"),
@@ -39,11 +40,11 @@ SAME_AS = {
     "model.lora_rank": ("lora_r", "r", "use_peft"),
     "dir": ("output_dir", "default_local_dir", "save_path", "run_dir", "ckpt_path"),
     "report.run_name": ("experiment_name", "project_name", "name"),
-    "report.trackers": ("report_to", "logger", "loggers", "tracker"),
+    "report.trackers": ("wandb", "tensorboard", "report_to", "logger", "loggers", "tracker"),
     "resume": ("resume_mode", "resume_from_checkpoint", "resume_from_path"),
-    "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval"),
-    "checkpoint.max_ckpt_to_keep": ("save_total_limit", "max_actor_ckpt_to_keep", "keep_last"),
-    "eval.every_steps": ("eval_steps", "test_freq", "eval_interval"),
+    "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval", "every", "interval"),
+    "checkpoint.max_ckpt_to_keep": ("save_total_limit", "max_actor_ckpt_to_keep", "keep_last", "keep"),
+    "eval.every_steps": ("eval_steps", "test_freq", "eval_interval", "interval"),
     "eval.before_training": ("val_before_train", "eval_on_start"),
     "algorithm.advantage": ("adv_estimator", "advantage_estimator", "algo"),
     "algorithm.loss": ("loss_type", "policy_loss", "loss_mode"),
@@ -56,7 +57,7 @@ SAME_AS = {
     "algorithm.ppo_epochs": ("num_iterations", "num_ppo_epochs", "inner_epochs"),
     "algorithm.filter_groups": ("dynamic_sampling",),
     "async_training.staleness_threshold": ("max_staleness", "async_level", "max_off_policy_steps", "staleness"),
-    "reward.function": ("reward_fn", "reward_funcs", "reward_function", "custom_reward_function", "rm_type"),
+    "reward.function": ("fn", "reward_fn", "reward_funcs", "reward_function", "custom_reward_function", "rm_type"),
     "rollout.engine_options": ("enforce_eager", "memory_utilization", "swap_space", "kv_cache_dtype", "engine_kwargs"),
 }
 """The names of other programs for our keys, also with something before them: ``actor_lr``."""
@@ -103,7 +104,8 @@ def _mistake(error: Any, key: str, root: type[BaseModel]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     for word, ours in _WORDS.items():
         message = message.replace(word, ours)
-    return message
+    is_item = isinstance(error["input"], str) and error["type"] in ("list_type", "tuple_type")
+    return f"{message}, like [{error['input']}]" if is_item else message
 
 
 def _leaves(key: str, tree: dict[str, Any]) -> Iterator[str]:
@@ -129,7 +131,7 @@ def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
     the options of an engine.
     """
     keys = all_keys(root)
-    section, _, name = key.rpartition(".")
+    section, _, name = key.lower().replace("-", "_").rpartition(".")
     moved = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     moved = moved or [
         f"{ours}.{name}" if ours.endswith("_options") else ours
@@ -137,7 +139,7 @@ def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
         if any(name == one or (len(one) > 4 and name.endswith(f"_{one}")) for one in theirs)
     ]
     if moved:
-        own = [candidate for candidate in moved if section and candidate.startswith(f"{section}.")]
+        own = [one for one in {f"{section}.{candidate.rpartition('.')[2]}": 0 for candidate in moved} if one in keys]
         return own or sorted(moved, key=lambda candidate: candidate.startswith("critic."))
     if key.count(".") > 1:  # a key of an entry in a list
         return []

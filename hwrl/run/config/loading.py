@@ -56,7 +56,7 @@ def _fix_of_path(path: Path) -> str:
     inside = [file for name in (RUN_CONFIG, f"run/{RUN_CONFIG}") if (file := path / name).is_file()]
     if inside:
         return f"did you mean {inside[0]}?"
-    names = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    names = [file.name for file in path.parent.glob("*.yaml") if file.name != path.name] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else "name a YAML file"
 

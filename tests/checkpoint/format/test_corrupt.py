@@ -333,6 +333,7 @@ def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
         ({"dtype": "load"}, "is not a dtype"),
         ({"kind": "ODD"}, "cannot be read"),
         ({"offsets": "x"}, "cannot be read"),
+        ({"name": 5}, "5 is not a name"),
         ({"sizes": [63]}, "'weight' overlap or do not cover the tensor"),
         ({"sizes": [65]}, "'weight' overlap or do not cover the tensor"),
         ({"offsets": [-1]}, "'weight' overlap or do not cover the tensor"),

@@ -239,10 +239,12 @@ def test_an_unknown_key_is_told_with_the_likely_ones(tmp_path: Path, word: str, 
         ("", "did you mean {}/config.yaml?"),
         ("a=b", "name the YAML file first"),
         ("other/file.yaml", "name a YAML file"),
+        ("a.yaml", "name a YAML file"),  # a pipe
     ],
 )
 def test_a_path_without_a_configuration_is_told_with_the_likely_one(tmp_path: Path, given: str, advice: str) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL))
+    os.mkfifo(tmp_path / "a.yaml")
     with pytest.raises(ConfigError) as told:
         load_config(tmp_path / given)
     assert told.value.fix == advice.format(tmp_path)
