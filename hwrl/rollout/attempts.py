@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -66,9 +67,12 @@ class Attempts:
 
     def _leave_behind(self, task: asyncio.Task[_Outcome], attempt: Caller) -> None:
         _log.warning("a run of the workflow did not end within %g s of its cancellation: abandoned", self._cancel_s)
+        # Never collected: the collector would throw GeneratorExit into the user's code, in any thread, also at exit.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
         self.abandoned.add(task)
         self._threads.abandon(attempt)
         task.add_done_callback(self.abandoned.discard)
+        task.add_done_callback(lambda done: ctypes.pythonapi.Py_DecRef(ctypes.py_object(done)))
 
 
 async def hold_if_abandoned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -143,3 +144,24 @@ def test_a_run_that_breaks_its_event_loop_fails_and_the_loop_goes_on(workflow: W
         group = start(generator)
         step_until(generator, lambda: not generator.pending())
         assert group.is_generated, "the loop goes on"
+
+
+def test_a_run_that_was_left_behind_is_never_thrown_an_error_by_the_garbage_collector() -> None:
+    """It may catch that, too: the thread in which the collector runs would never return from it."""
+    thrown: list[BaseException] = []
+
+    async def ignores_all(client: PolicyClient, prompt: Prompt) -> Any:
+        while not any(isinstance(one, GeneratorExit) for one in thrown):
+            try:
+                await asyncio.sleep(1e6)
+            except BaseException as error:  # noqa: BLE001 - as a user's code may do
+                thrown.append(error)
+
+    def leave_one_behind() -> None:
+        with generator_of(ignores_all, attempts=1, timeout_s=0.2) as generator:
+            start(generator)
+            step_until(generator, lambda: not generator.pending())
+
+    leave_one_behind()
+    gc.collect()
+    assert thrown and not any(isinstance(one, GeneratorExit) for one in thrown)
