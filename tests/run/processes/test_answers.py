@@ -37,13 +37,15 @@ def halve(inputs):
 """
 
 
-@ray.remote(num_cpus=0)
-def call(path: str, case: str) -> None:
+def fail(path: str, case: str) -> None:
     if case == "hwrl":
         raise DataError("what", why="why", fix="fix")
     namespace: dict[str, Any] = {}
     exec(compile(Path(path).read_text(), path, "exec"), namespace)
     namespace["loss"](case)
+
+
+call = ray.remote(num_cpus=0)(fail)
 
 
 @pytest.fixture(scope="module", autouse=True)
