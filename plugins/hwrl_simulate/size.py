@@ -81,9 +81,7 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
             fix="set weights.bypass_cpu=true",
         )
     senders = config.weights.senders
-    if isinstance(
-        senders, str
-    ):  # auto: as many as the adapters of a receiving machine, since it receives each byte once
+    if isinstance(senders, str):  # as many as a receiving machine's adapters, since it receives each byte once
         widest = max(Counter(device // DEVICES_OF_A_NODE for device in range(ranks, needed)).values())
         senders = min(ranks, widest, MOST_SENDERS) if several_machines else 1
     return SimulatedSize(config, devices, senders, shared=False)
