@@ -406,7 +406,7 @@ def _finished_work() -> list[Point]:
     late = ("checkpoint.save_every_steps=50", "eval.every_steps=0", *PATIENT)
     loss = ("algorithm.loss=tests.faults.rewards:loss_fails_once", *UNSAVED, *PATIENT)
     two_ranks = (*loss, *TWO_RANKS)
-    killed = (at("judging", Send("KILL", "ledger"), nth=JUDGED),)
+    killed = (at("judging", Send("KILL", "ledger"), nth=15),)  # of step 4, so that two steps are finished
     beside = ("eval.every_steps=60", "eval.prompts=1000", *UNSAVED, *PATIENT)
     return [
         Point(
