@@ -38,7 +38,7 @@ class Attempts:
         """
         attempt, context = Caller(), contextvars.copy_context()
         context.run(current_caller.set, attempt)
-        task = asyncio.get_running_loop().create_task(_outcome(call), context=context)
+        task = asyncio.Task(_outcome(call), loop=asyncio.get_running_loop(), context=context)
         try:
             in_time, _ = await asyncio.wait([task], timeout=self._timeout_s)
         except asyncio.CancelledError:

@@ -101,7 +101,7 @@ def _checked_client(openai: Any, timeout_s: float) -> Any:
                     finally:
                         await response.aclose()
                 status, headers = response.status_code, response.headers
-            if fault is None and status == 200:
+            if fault is None and 200 <= status < 300:
                 fault = _fault_of(body)
             if fault is not None:
                 shown = body[:_SHOWN_NBYTES].decode(errors="replace")

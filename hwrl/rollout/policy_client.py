@@ -105,7 +105,14 @@ class TrajectoryBuilder:
 
         Raises what :meth:`PolicyClient.generate` raises.
         """
+        before = len(self._segments)
         response = await self._client.generate(self.token_ids, sampling)
+        if len(self._segments) != before:
+            raise EngineError(
+                "the trajectory changed while the policy continued it",
+                why="the response continues other tokens than those that would stand before it",
+                fix="await generate() before the next generate() or add(); begin a trajectory for each branch",
+            )
         self._segments.append(Segment.of_response(response, reward=reward))
         self._truncated = response.truncated
         return response

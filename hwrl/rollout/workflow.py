@@ -316,7 +316,7 @@ class WorkflowGenerator(SampleGenerator):
 
     def _begin(self, run: _GroupRun) -> None:
         for index in range(run.group.size):
-            task = self._loop.create_task(self._make_sample(run, index))
+            task = asyncio.Task(self._make_sample(run, index), loop=self._loop)  # without a task factory of the user's
             task.add_done_callback(functools.partial(self._note_end, run, index))
             run.tasks.append(task)
 

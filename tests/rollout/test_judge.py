@@ -105,6 +105,11 @@ def test_an_answer_that_is_no_text_is_asked_for_again_and_then_an_error_that_sho
     assert ask(judge, 'raw:{"choices": [{"message": {"content": null}}]}') == [""]
 
 
+def test_a_success_of_another_status_must_have_an_answer_too(server: Server) -> None:
+    for error in ask(Judge(server.url, "judge", max_retries=0), "nothing:202", "nothing:204"):
+        assert isinstance(error, EngineError) and "no chat completion" in error.why
+
+
 def test_an_answer_without_an_end_is_given_up(server: Server) -> None:
     judge = Judge(server.url, "judge", max_retries=0, timeout_s=slow(2.0))
     endless, drip, compressed = ask(judge, "endless", "drip", "compressed")

@@ -119,6 +119,18 @@ def test_a_run_fails_whatever_it_raises(error: BaseException) -> None:
         assert "raised" in str(group.result().failure) and generator.failed_runs >= 2
 
 
+def test_two_responses_to_the_same_tokens_are_no_trajectory() -> None:
+    async def generates_twice_at_once(client: PolicyClient, prompt: Prompt) -> Any:
+        trajectory = client.begin(prompt.token_ids)
+        await asyncio.gather(trajectory.generate(), trajectory.generate())
+        return trajectory.finish()
+
+    with generator_of(generates_twice_at_once, attempts=1, timeout_s=20.0) as generator:
+        group = start(generator)
+        step_until(generator, lambda: not generator.pending())
+        assert "changed while the policy continued it" in str(group.result().failure)
+
+
 def test_a_run_that_never_returns_control_fails() -> None:
     async def spins(client: PolicyClient, prompt: Prompt) -> Any:
         while True:
@@ -130,7 +142,17 @@ def test_a_run_that_never_returns_control_fails() -> None:
         assert "held the event loop" in str(group.result().failure)
 
 
-@pytest.mark.parametrize("workflow", [cancels_itself, cancels_all, stops_the_loop, ends_the_loop_by_a_task_of_its_own])
+async def sets_a_task_factory(client: PolicyClient, prompt: Prompt) -> Any:
+    def fails(*args: object, **options: object) -> Any:
+        raise RuntimeError("no tasks here")
+
+    asyncio.get_running_loop().set_task_factory(fails)
+    raise RuntimeError("afterwards, nothing of the user's can begin a task")
+
+
+@pytest.mark.parametrize(
+    "workflow", [sets_a_task_factory, cancels_itself, cancels_all, stops_the_loop, ends_the_loop_by_a_task_of_its_own]
+)
 def test_a_run_that_breaks_its_event_loop_fails_and_the_loop_goes_on(workflow: Workflow) -> None:
     runs = [workflow]
 

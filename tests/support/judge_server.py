@@ -52,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_for_ever(b" ", pause_s=0.1)
         elif order in ("raw", "raw once") and (first or order == "raw"):
             self._send(200, question.partition(":")[2].encode("utf-8", "surrogatepass"))
+        elif order == "nothing":
+            self._send(int(question.partition(":")[2]), b"")
         elif order == "compressed":
             self._send(200, b"x", {"Content-Encoding": "gzip"})
         elif order == "limit once" and first:
