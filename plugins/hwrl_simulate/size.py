@@ -80,8 +80,8 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
             why=f"weights.bypass_cpu=false works on one machine only, and a machine has {DEVICES_OF_A_NODE} devices",
             fix="set weights.bypass_cpu=true",
         )
-    senders = config.weights.senders
-    if isinstance(senders, str):  # as many as a receiving machine's adapters, since it receives each byte once
-        widest = max(Counter(device // DEVICES_OF_A_NODE for device in range(ranks, needed)).values())
-        senders = min(ranks, widest, MOST_SENDERS) if several_machines else 1
+    # "auto" is as many as a receiving machine's adapters, since it receives each byte once.
+    widest = max(Counter(device // DEVICES_OF_A_NODE for device in range(ranks, needed)).values())
+    auto = min(ranks, widest, MOST_SENDERS) if several_machines else 1
+    senders = auto if config.weights.senders == "auto" else config.weights.senders
     return SimulatedSize(config, devices, senders, shared=False)
