@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from hwrl.memory import Offloader
+
 pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
 
 with warnings.catch_warnings(action="ignore"):  # verl's own
@@ -154,7 +156,7 @@ class Actor(SeveralEngines, TrainingWorker):
     def state(self) -> Any:
         """Return this rank's model, optimizer, schedule and torch's random numbers, for a comparison bit for bit."""
         engine = self.engine
-        offloader = getattr(engine, "_offloader", None)
+        offloader = next((value for value in vars(engine).values() if isinstance(value, Offloader)), None)
         with nullcontext() if offloader is None else offloader.loaded():
             parts = [engine.module, engine.optimizer, engine.lr_scheduler]
             return frozen([*(part.state_dict() for part in parts), torch.get_rng_state()])
