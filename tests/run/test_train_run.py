@@ -86,7 +86,7 @@ def read_trace(path: Path) -> str:
 
 def assert_fast_enough(run: Run) -> None:
     """The speed of the run is in its metrics and in its summary, and both sides are busy for a part of the time."""
-    lines = run.metrics()
+    lines = run.metrics()[1:]  # after the untrained model
     assert all(line["perf/tokens_per_s_per_device"] > 0 and line["perf/imbalance"] == 1.0 for line in lines)
     assert all(line["perf/bottleneck"] in (0.0, 0.5, 1.0) for line in lines)
     assert sum(line["perf/step_s"] for line in lines) == pytest.approx(lines[-1]["time_s"], rel=0.1)

@@ -21,7 +21,6 @@ from hwrl.testing.contracts.pair import StoreAddress, await_others, backend_of_r
 from hwrl.testing.levels import Level
 from hwrl.testing.limits import scaled
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.train.sharding import sum_if_needed
 
 _DTYPES = (
     torch.float32,
@@ -151,6 +150,8 @@ def _reduced(group: Group) -> list[str]:
 
 def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
     """Compare a sharded step with one process's step on the whole batch; return the names of different parameters."""
+    from hwrl.train.sharding import sum_if_needed  # late: it counts the devices of some vendors
+
     backend = backend_of_rank(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=scaled(30.0)):
         mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
