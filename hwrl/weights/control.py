@@ -55,6 +55,7 @@ class ControlChannel:
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
         self.name = name
         self._keys = StoreKeys(self.store)
+        self.require_own_process = self._keys.require_own_process
         self._payloads = payloads
         self.shown: Proposal | None = None
         """The last proposal that this end has made visible to receivers."""

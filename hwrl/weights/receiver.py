@@ -135,6 +135,7 @@ class WeightReceiver:
         The host transport's newest version can then be received again. The device and ipc transports send nothing until
         the trainer publishes again; :meth:`WeightSender.new_receivers` tells the trainer of this receiver.
         """
+        self._registrations.channel.require_own_process()
         self._intake.abort()
         self._registrations.join()
         self._left = False
@@ -228,7 +229,8 @@ class WeightReceiver:
                 aborted, deadline = proposal, self._registrations.next_deadline(proposal, deadline)
 
     def close(self) -> None:
-        """Leave the link and free the memory; received tensors must not be used after this."""
+        """Leave the link and free the memory; received tensors must not be used after this. Not in a forked child."""
+        self._registrations.channel.require_own_process()
         try:
             with contextlib.suppress(CommError):  # if the store is lost, there is no link to leave
                 self._registrations.leave()

@@ -206,7 +206,11 @@ class WeightSender:
             self._backend.empty_cache()
 
     def close(self) -> None:
-        """Close the connections and delete the host transport's files. Receivers keep what they have received."""
+        """Close the connections and delete the host transport's files. Receivers keep what they have received.
+
+        Not in a forked child.
+        """
+        self._channel.require_own_process()
         if self._link is not None:
             self._link.close()
         self._link = None

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 from hwrl.comm import Store, store_failures
-from hwrl.errors import TransferFailedError
+from hwrl.errors import CommError, TransferFailedError
 
 _ABSENT = "\x01"  # never a value: compare_set returns it for a missing key, and then writes nothing
 
 
 class StoreKeys:
-    """The keys of a store. No operation waits until a key exists. Raises PeerLostError if the store is lost."""
+    """The keys of a store. No operation waits until a key exists. Raises PeerLostError if the store is lost.
+
+    Raises CommError in a forked child of the process that made this: both would speak over one connection.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._process = store, os.getpid()
+
+    def require_own_process(self) -> None:
+        """Raise CommError in a forked child."""
+        if os.getpid() != self._process:
+            raise CommError(
+                "this end of a weight link belongs to another process",
+                why=f"process {self._process} made it, and this is its forked child {os.getpid()}",
+                fix="make a sender or receiver in the child, with connect_store(address)",
+            )
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        self.require_own_process()
+        with store_failures():
+            yield
 
     def add(self, key: str, number: int) -> int:
         """Add ``number`` to the counter ``key``; return the sum. A missing counter is 0."""
-        with store_failures():
+        with self._using():
             return self._store.add(key, number)
 
     def set(self, key: str, value: str) -> None:
         """Write the value."""
-        with store_failures():
+        with self._using():
             self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
         """Return the value, or None if the key does not exist. One round trip."""
-        with store_failures():
+        with self._using():
             found = self._store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
 
@@ -38,7 +60,7 @@ class StoreKeys:
         """Set ``key`` to ``number`` unless it has a larger number. Usually one round trip."""
         expected = str(number - 1) if number > 1 else ""
         while True:
-            with store_failures():
+            with self._using():
                 found = self._store.compare_set(key, expected, str(number)).decode(errors="replace")
             if found == str(number):
                 return
@@ -51,7 +73,7 @@ class StoreKeys:
 
     def delete(self, key: str) -> None:
         """Delete the key if it exists."""
-        with store_failures():
+        with self._using():
             self._store.delete_key(key)
 
 
