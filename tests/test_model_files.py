@@ -144,7 +144,7 @@ def hold_an_adapter(model: Path) -> None:
         (add_one, r"has, but the model does not, model\.extra\.weight"),
         (reshape_one, r"another shape model\.norm\.weight \(\[2\] there, \[16\] here\)"),
         (cut, "SafetensorError"),
-        (replace_by_a_pipe, "not a regular file"),
+        (replace_by_a_pipe, "no regular file"),
         (index_a_missing_file, "it is missing"),
         (hold_an_adapter, "merge the adapter"),
     ],
