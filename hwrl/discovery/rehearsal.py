@@ -14,7 +14,7 @@ from pathlib import Path
 
 REHEARSED = "HWRL_REHEARSED_PLUGINS"
 """The environment variable with the plugins that passed. Child processes do not try these again."""
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 _MOST_ANSWERS = 1000
 _DONE, _CHANGED = "done", "changed "
 
