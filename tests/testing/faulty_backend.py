@@ -45,7 +45,7 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
     if fault("probe imports torch"):
         import torch  # noqa: F401 - the fault
     if fault("probe is slow"):
-        time.sleep(0.1)
+        time.sleep(0.1 * float(os.environ.get("HWRL_TIMEOUT_SCALE", "1")))  # the kit multiplies its limit by it, too
     if fault("probe changes the environment"):
         os.environ["FAULTY_WAS_HERE"] = "1"
     if fault("probe raises"):
