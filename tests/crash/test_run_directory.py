@@ -62,7 +62,7 @@ def _fail_everywhere(rank: int, work: Path, kinds: list[list[Kind]]) -> list[str
         error, _ = _in_child(home, fault=fault)
         kind = error.partition(":")[0]
         step, said = _resumed(home)
-        may_lack = kind == RunDirectoryError.__name__ and "then a checkpoint of step" in error
+        may_lack = kind == RunDirectoryError.__name__ and "was saved in " in error
         if kind not in ("", "RunDirectoryError", "CheckpointSaveError") or (said and not may_lack):
             wrong.append(f"{fault}: step {step}, {error}, {said}")
     return wrong
