@@ -35,7 +35,7 @@ __all__ = ["store"]  # the fixture
 SLAB_NBYTES = 1 << 16
 SLABS = 4
 TENSORS = 120
-SLOW_S = slow(3.0)
+SLOW_S = slow(1.0)
 LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
@@ -125,7 +125,7 @@ class Slow(IpcReceiver):
     """Takes longer for all windows than the sender's ``timeout_s``, and less for each."""
 
     def copy_window(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
-        time.sleep(0.7 if begin > 60 else 0.05)
+        time.sleep(SLOW_S * (0.23 if begin > 60 else 0.02))
         return super().copy_window(window, opened, begin, *args)
 
 
