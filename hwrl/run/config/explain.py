@@ -35,11 +35,21 @@ SAME_AS = {
     "data.eval": ("val_files", "eval_dataset", "test_files", "val_data"),
     "data.prompt_key": ("input_key",),
     "data.answer_key": ("label_key", "ground_truth", "answer"),
-    "model.path": ("model_name_or_path", "model_name", "pretrain", "hf_checkpoint", "tokenizer", "model_path", "name"),
+    "model.path": (
+        "model_name_or_path",
+        "model_name",
+        "pretrain",
+        "hf_checkpoint",
+        "tokenizer",
+        "model_path",
+        "model.name",
+        "critic.name",
+    ),
     "model.dtype": ("bf16", "fp16", "precision", "torch_dtype"),
-    "model.lora_rank": ("lora_r", "r", "use_peft"),
+    "model.lora_rank": ("lora_r", "r", "use_peft", "lora.rank", "peft.rank"),
+    "model.lora_alpha": ("lora.alpha", "peft.alpha"),
     "dir": ("output_dir", "default_local_dir", "save_path", "run_dir", "ckpt_path"),
-    "report.run_name": ("experiment_name", "project_name", "name"),
+    "report.run_name": ("experiment_name", "project_name", "report.name", "trainer.name"),
     "report.trackers": ("wandb", "tensorboard", "report_to", "logger", "loggers", "tracker"),
     "resume": ("resume_mode", "resume_from_checkpoint", "resume_from_path"),
     "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval", "every", "interval"),
@@ -60,7 +70,7 @@ SAME_AS = {
     "reward.function": ("fn", "reward_fn", "reward_funcs", "reward_function", "custom_reward_function", "rm_type"),
     "rollout.engine_options": ("enforce_eager", "memory_utilization", "swap_space", "kv_cache_dtype", "engine_kwargs"),
 }
-"""The names of other programs for our keys, also with something before them: ``actor_lr``."""
+"""The names of other programs for our keys, also with something before them (``actor_lr``), or with their section."""
 _TAG = re.compile(r"<.*>|str|int|float|bool|(literal|tuple|list|dict|function-\w+|constrained-\w+)(\[.*)?")
 """The parts of a place that name a type: the member of a union."""
 _WORDS = {"valid tuple": "list", "valid dictionary": "mapping, like {name: value}", "Tuple": "List"}
@@ -131,19 +141,21 @@ def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
     the options of an engine.
     """
     keys = all_keys(root)
-    section, _, name = key.lower().replace("-", "_").rpartition(".")
+    whole = key.lower().replace("-", "_")
+    section, _, name = whole.rpartition(".")
     moved = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     moved = moved or [
         f"{ours}.{name}" if ours.endswith("_options") else ours
         for ours, theirs in SAME_AS.items()
-        if any(name == one or (len(one) > 4 and name.endswith(f"_{one}")) for one in theirs)
+        if any(one in (name, whole) or (len(one) > 4 and name.endswith(f"_{one}")) for one in theirs)
     ]
     if moved:
         own = [one for one in {f"{section}.{candidate.rpartition('.')[2]}": 0 for candidate in moved} if one in keys]
         return own or sorted(moved, key=lambda candidate: candidate.startswith("critic."))
     if key.count(".") > 1:  # a key of an entry in a list
         return []
-    for candidates, cutoff in (([one for one in keys if one.rpartition(".")[0] == section], 0.6), (keys, 0.7)):
+    elsewhere = keys if len(name) > 4 else []  # a short name is similar to many: type, mode, eps
+    for candidates, cutoff in (([one for one in keys if one.rpartition(".")[0] == section], 0.6), (elsewhere, 0.7)):
         last = difflib.get_close_matches(name, {one.rpartition(".")[2] for one in candidates}, n=1, cutoff=cutoff)
         if last:
             return [one for one in candidates if one.rpartition(".")[2] == last[0]]
