@@ -83,6 +83,7 @@ def test_training_is_that_of_verls_own_engine_bit_for_bit(kind: str, part: str, 
 
     def end_of(name: str, *, begin: int = 0, **options: Any) -> Any:
         group = actors.actors(model, 2, sync=sync, name=name, **options, **OPTIMIZERS[kind])
+        group.look(f"torch.manual_seed({begin}) and None")  # torch seeds each process by chance
         if begin:
             group.load(path)
         for step in range(begin + 1, 5):
