@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos odd-machines clean
+.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos odd-machines release clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -35,15 +35,16 @@ help:
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
 	@echo "make test-stack-openreg OPENREG=DIR  the tests on PyTorch's reference device, which you have built in DIR"
 	@echo "make docs    the docs as a site, build/site/index.html"
+	@echo "make release wheel, source archive and release notes in dist/, checked and tried; nothing is uploaded"
 	@echo "make clean   remove .venv, .venv-* and everything that was built"
 
 install: $(INSTALLED)
 
 # An editable install notes the entry points once, so a changed pyproject.toml installs again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml plugins/hwrl_bench/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hwrl needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	ci/install .venv/bin/python -e '.[dev]'
+	ci/install .venv/bin/python -e '.[dev]' -e plugins/hwrl_bench
 	@touch $@
 
 # Exit status 0 only if the goals in the demo's configuration were reached.
@@ -69,7 +70,7 @@ test-all: export EXTENDED := yes
 test-all: test
 
 # `make -k test-stacks` goes on after a stack with a failure. A stack's tests are in tests/plugins, or in the part's own folder.
-test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(wildcard ci/stacks/*.txt))
+test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(filter-out ci/stacks/release.txt,$(wildcard ci/stacks/*.txt)))
 
 test-stack-%: $(INSTALLED)
 	ci/stack $* python -m pytest $(or $(wildcard tests/plugins/$*),tests/$*)
@@ -111,6 +112,9 @@ chaos: $(INSTALLED)
 VERSIONS ?= 2000
 soak: $(INSTALLED)
 	.venv/bin/python -m tests.soak --versions $(VERSIONS)
+
+release: $(INSTALLED)
+	ci/stack release python ci/release.py
 
 clean:
 	rm -rf .venv .venv-* build dist demo .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from itertools import takewhile
 from hwrl import __version__
 from hwrl.cli.arguments import count, local_path
 from hwrl.cli.commands import Commands
-from hwrl.errors import HwrlError, with_notes
+from hwrl.errors import ConfigError, HwrlError, with_notes
 from hwrl.output import discard, printable_output
 
 __all__ = ["count", "local_path", "main"]
@@ -20,6 +20,8 @@ __all__ = ["count", "local_path", "main"]
 _EXTRA_OF = dict.fromkeys(
     ["pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
 ) | {"peft": "lora", "pytest": "testing"}
+_IN_CLONE = {"bench": "plugins/hwrl_bench"}
+"""Commands for developers, in packages of the repository that no wheel has."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +107,12 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
     """
     commands = Commands()
     chosen = None if name is None else commands.find(name)
+    if chosen is None and name in _IN_CLONE:
+        raise ConfigError(
+            f"hwrl {name} is not installed",
+            why="it is for developers, and comes with a clone of hwrl's repository",
+            fix=f"in the clone: pip install -e . -e {_IN_CLONE[name]}",
+        )
     known = commands.all() if chosen is None else [chosen]
     for problem in commands.problems:
         _complain(problem)

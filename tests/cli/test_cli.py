@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,17 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"hwrl {hwrl.__version__}\n"
+
+
+def test_a_command_for_developers_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an environment of the wheel it is missing; here its plugin is hidden."""
+    found = [entry for entry in entry_points(group="hwrl.plugins") if entry.name != "bench"]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints(found))
+    assert main(["bench", "weights"]) == 1
+    told = capsys.readouterr().err
+    assert "hwrl bench is not installed" in told and "pip install -e . -e plugins/hwrl_bench" in told
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_plugins_command_is_listed_takes_arguments_and_runs(tmp_path: Path) ->
     install_plugin(tmp_path, "greeting", source=COMMAND.format(name="greet"))
     listed = hwrl(tmp_path, "--help")
     assert re.search(r"^ +greet +say greet$", listed.stdout, re.MULTILINE) and not listed.stderr
-    assert all(f" {name} " in listed.stdout for name in (*BUILT_IN, "bench"))
+    assert all(f" {name} " in listed.stdout for name in (*BUILT_IN, "report"))
     ran = hwrl(tmp_path, "greet", "--times", "2")
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "ran greet 2\n", "")
     refused = hwrl(tmp_path, "greet", "--times", "two")
@@ -97,7 +97,7 @@ def test_a_plugin_that_fails_is_reported_and_the_other_commands_work(tmp_path: P
     install_plugin(tmp_path, "failing", source=source)
     install_plugin(tmp_path, "greeting", source=COMMAND.format(name="greet"))
     listed = hwrl(tmp_path, "--help")
-    assert listed.returncode == 0 and " greet " in listed.stdout and " bench " in listed.stdout
+    assert listed.returncode == 0 and " greet " in listed.stdout and " report " in listed.stdout
     assert "failing" in listed.stderr and reason in listed.stderr
     ran = hwrl(tmp_path, "greet")
     assert ran.returncode == 3 and reason in ran.stderr

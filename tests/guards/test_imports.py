@@ -42,7 +42,6 @@ def test_importing_hwrl_is_fast() -> None:
     "name",
     [
         *LIGHT_MODULES,
-        "hwrl_bench",
         "hwrl_cpu",
         "hwrl_cuda",
         "hwrl_npu",

@@ -19,7 +19,9 @@ GROUPING = [REPO / "backends", REPO / "plugins"]
 PACKAGES = sorted(
     folder for group in GROUPING for folder in group.glob("*") if folder.is_dir() and folder.name.isidentifier()
 )
-FLAT = [folder for folder in PACKAGES if folder.name != "__pycache__"]
+FLAT = [folder for folder in PACKAGES if folder.name != "__pycache__" and not (folder / "pyproject.toml").is_file()]
+FOR_DEVELOPERS = [folder for folder in PACKAGES if (folder / "pyproject.toml").is_file()]
+"""Packages with a distribution of their own, which is installed from a clone."""
 ENTRY_POINTS: dict[str, dict[str, str]] = PROJECT["project"]["entry-points"]
 
 
@@ -31,6 +33,14 @@ def by_name(folder: Path) -> str:
 def test_every_package_is_in_the_wheel(folder: Path) -> None:
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert str(folder.relative_to(REPO)) in packages, "add it to [tool.hatch.build.targets.wheel] packages"
+
+
+@pytest.mark.parametrize("folder", FOR_DEVELOPERS, ids=by_name)
+def test_a_package_for_developers_is_not_in_the_wheel(folder: Path) -> None:
+    assert f'"{folder.relative_to(REPO)}"' not in (REPO / "pyproject.toml").read_text()
+    own = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert folder.name in own["project"]["entry-points"]["hwrl.plugins"].values()
+    assert (REPO / "Makefile").read_text().count(f"-e {folder.relative_to(REPO)}") == 1, "make installs it"
 
 
 @pytest.mark.parametrize("folder", FLAT, ids=by_name)
@@ -46,7 +56,7 @@ def test_every_package_has_an_entry_point_and_is_discovered(folder: Path) -> Non
         assert importlib.metadata.entry_points(group=group, name=name), "reinstall: pip install -e ."
 
 
-@pytest.mark.parametrize("folder", [REPO / "hwrl", *FLAT], ids=by_name)
+@pytest.mark.parametrize("folder", [REPO / "hwrl", *FLAT, *FOR_DEVELOPERS], ids=by_name)
 def test_every_package_is_marked_as_typed(folder: Path) -> None:
     assert (folder / "py.typed").is_file()
 

@@ -22,7 +22,7 @@ _ALLOWED = {
     "hwrl/testing/processes.py": "a check and its own child processes exchange values through pipes without a name",
     "hwrl/run/config/yaml_reader.py": "the loader is a subclass of yaml.SafeLoader; the file is the user's",
     "plugins/hwrl_vllm/worker.py": "an engine calls its own worker processes through vLLM, which pickles calls itself",
-    "plugins/hwrl_vllm/bench_ways.py": "likewise, in a comparison of ways to load weights",
+    "plugins/hwrl_bench/vllm_ways.py": "likewise, in a comparison of ways to load weights",
     "plugins/hwrl_bench/checkpoint_process.py": "a benchmark and its child process speak through a pipe without a name",
     "plugins/hwrl_trl/checkpoints.py": "ranks of the user's own group; accelerate itself meets them this way",
 }

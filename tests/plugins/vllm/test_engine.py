@@ -411,7 +411,7 @@ def test_the_process_holds_one_model_or_none_beside_vllms_process(
         assert 0 < held_nbytes < 1.5 * sum(one.nbytes for one in policy.model.parameters())
 
 
-@pytest.mark.skipif(not ON_HOST, reason="on devices python -m hwrl_vllm.bench checks such a model")
+@pytest.mark.skipif(not ON_HOST, reason="on devices python -m hwrl_bench.vllm_updates checks such a model")
 def test_a_head_that_shares_the_embeddings_weights_is_updated_with_them(model_directory: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(model_directory, tie_word_embeddings=True, vocab_size=512)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""``python -m hwrl_vllm.bench`` on the host: hwrl's way alone, because vLLM's own need devices."""
+"""``python -m hwrl_bench.vllm_updates`` on the host: hwrl's way alone, because vLLM's own need devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl_vllm import bench
+from hwrl_bench import vllm_updates
 from tests.plugins.vllm.serving import ON_HOST
 
 pytestmark = [
@@ -23,7 +23,7 @@ def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Pat
     words = ["--model", "tiny", "--rounds", "2", "--timeout", "500", "--json", str(tmp_path / "bench.json")]
     options = json.dumps({"kv_cache_memory_bytes": 64 << 20, "block_size": 32})
     words += ["--keep-old-version"] if keep_old else []
-    assert bench.main([*words, "--options", options]) == 0
+    assert vllm_updates.main([*words, "--options", options]) == 0
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["right"] and {"hwrl", "torch", "transformers"} < result["versions"].keys()
     (measured,) = result["updates"].values()
@@ -41,9 +41,9 @@ def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Pat
 def test_the_measurements_of_both_processes_become_one() -> None:
     mine = {"hwrl": {"level 1": [{"right": 1.0}]}}
     theirs = {"hwrl": {"level 1": [{"sleep": 0.2, "freed_nbytes": 7}]}}
-    assert bench.merge(mine, theirs) == {"hwrl": {"level 1": [{"right": 1.0, "sleep": 0.2, "freed_nbytes": 7}]}}
+    assert vllm_updates.merge(mine, theirs) == {"hwrl": {"level 1": [{"right": 1.0, "sleep": 0.2, "freed_nbytes": 7}]}}
     rows = [{"total_s": s, "pause_s": s / 2, "sender": {"pack": s / 4}} for s in (4.0, 8.0, 12.0)]
-    assert bench.summarize(rows) == {
+    assert vllm_updates.summarize(rows) == {
         "total_s": [4.0, 8.0, 12.0],
         "median_total_s": 8.0,
         "median_pause_s": 4.0,

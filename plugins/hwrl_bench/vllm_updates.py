@@ -1,4 +1,4 @@
-"""``python -m hwrl_vllm.bench`` measures updates and sleep of a live engine, beside vLLM's own ways, in one run.
+"""``python -m hwrl_bench.vllm_updates``: updates and sleep of a live engine, beside vLLM's own ways, in one run.
 
 It has two processes: a trainer with transformers' model, and a rollout with vLLM. They share one device or, with
 ``--apart``, have one each. The weights are random and change before each update. After each update the trainer compares
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hwrl import get_backend
-from hwrl_bench import MODELS, BenchPlan, BenchWorker, TransferResult, TransferWay, provenance
+from hwrl_bench.models import MODELS
+from hwrl_bench.result import provenance
+from hwrl_bench.ways import BenchPlan, TransferResult, TransferWay
+from hwrl_bench.worker import BenchWorker
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _ASLEEP_S = (0.0, 0.0, 2.0, 2.0)
@@ -33,7 +36,7 @@ _MAX_DIFFERENCE = 0.1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the JSON after each part. Return 1 if log-probabilities differ by too much."""
-    parser = argparse.ArgumentParser(prog="python -m hwrl_vllm.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hwrl_bench.vllm_updates", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="4b", help="size of the model (default 4b)")
     parser.add_argument("--apart", action="store_true", help="trainer and rollout on a device each")
     parser.add_argument(
@@ -75,14 +78,14 @@ class EngineWorkload:
     options: dict[str, Any]
 
     def ways(self) -> dict[str, Any]:
-        """Return the options of :func:`~hwrl_vllm.bench_ways.make_ways`."""
+        """Return the options of :func:`~hwrl_bench.vllm_ways.make_ways`."""
         return {"apart": self.apart, "keep_old": self.keep_old, "directory": self.directory}
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     distribution = importlib.metadata.packages_distributions()["vllm"][0]
     flags = (" --apart" if args.apart else "") + (" --keep-old-version" if args.keep_old_version else "")
-    command = f"python -m hwrl_vllm.bench --model {args.model}{flags}"
+    command = f"python -m hwrl_bench.vllm_updates --model {args.model}{flags}"
     options = f" --parts {' '.join(args.parts)} --rounds {args.rounds} --options '{json.dumps(args.options)}'"
     return {**provenance("torch", "transformers", distribution), "command": command + options}
 
@@ -112,7 +115,7 @@ class EngineProcess(ABC):
     """One of the two processes. Both run the same rounds, and each method does this process's part of them."""
 
     def __init__(self, worker: BenchWorker, plan: BenchPlan, workload: EngineWorkload) -> None:
-        from hwrl_vllm.bench_ways import wire_s
+        from hwrl_bench.vllm_ways import wire_s
 
         self.worker, self.plan, self.workload = worker, plan, workload
         self.version = self.checks = 0
@@ -213,7 +216,7 @@ class TrainerProcess(EngineProcess):
         import torch
 
         from hwrl.models import build_model
-        from hwrl_vllm.bench_ways import make_ways
+        from hwrl_bench.vllm_ways import make_ways
 
         with self.worker.backend.device():
             self.model = build_model(self.workload.directory, dtype=torch.bfloat16).eval()
@@ -272,8 +275,8 @@ class RolloutProcess(EngineProcess):
         import torch
 
         from hwrl.interfaces import RolloutSettings
-        from hwrl_vllm.bench_ways import make_ways, vllm_transfer_options
-        from hwrl_vllm.engine import VllmEngine
+        from hwrl_bench.vllm_ways import make_ways, vllm_transfer_options
+        from hwrl_vllm import VllmEngine
 
         settings = RolloutSettings(
             model_directory=self.workload.directory,
@@ -305,7 +308,7 @@ class RolloutProcess(EngineProcess):
 
     def _held(self, *, reset: bool) -> list[tuple[int, int]]:
         """Return the bytes held now and the most since the last ``reset``: of this process, then of each worker."""
-        from hwrl_vllm.bench_ways import held_by_workers, held_nbytes
+        from hwrl_bench.vllm_ways import held_by_workers, held_nbytes
 
         workers = self.engine.core.call_workers(partial(held_by_workers, reset=reset))
         return [held_nbytes(reset=reset), *map(tuple, workers)]

@@ -1,4 +1,4 @@
-"""The ways of ``python -m hwrl_vllm.bench`` to update a live engine: hwrl's weight link, and vLLM's own transfers."""
+"""The ways of ``hwrl_bench.vllm_updates`` to update a live engine: hwrl's weight link, and vLLM's own transfers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from hwrl.comm import Comm, store_address
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import INCARNATION, EngineModels, ModelLink
 from hwrl.weights import POLICY, WeightReceiver, WeightSender
-from hwrl_bench import BenchWorker, TransferResult, TransferWay
+from hwrl_bench.ways import TransferResult, TransferWay
+from hwrl_bench.worker import BenchWorker
 
 if TYPE_CHECKING:
-    from hwrl_vllm.engine import VllmEngine
+    from hwrl_vllm import VllmEngine
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
