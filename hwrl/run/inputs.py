@@ -103,7 +103,8 @@ def sampling_warning(config: Config) -> str | None:
         return None
     return (
         f"{used}: for a token of the current policy, the ratio of trained to sampled probability is not 1 but the "
-        f"probability mass that the filters keep, down to {lowest:g}; {'; '.join(effects)} (docs/training.md, Sampling)"
+        f"probability mass that the filters keep, down to {lowest:g}; {'; '.join(effects)} "
+        "(docs/algorithms.md, Filters of sampling)"
     )
 
 

@@ -64,7 +64,7 @@ def test_every_page_is_in_the_navigation_and_linked_files_are_in_the_site(built:
 
 
 def test_the_pages_in_a_browser(browser: Browser, address: str) -> None:
-    titles = {"index": "Quickstart - hwrl", "configuration": "Configuration - hwrl", "backends": "Backends - hwrl"}
+    titles = {"index": "Start - hwrl", "configuration": "Configuration - hwrl", "backends": "Devices - hwrl"}
     for page, title in titles.items():
         browser.open(f"{address}/{page}.html")
         assert browser.evaluate("document.title") == title

@@ -16,7 +16,7 @@ from tests.support.fsdp_training import engine_on, groups_of
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["../README.md", "checkpoints.md", "index.md", "memory.md", "training.md"])
+@pytest.mark.parametrize("page", ["../README.md", "checkpoints.md", "memory.md", "parts.md", "staleness.md"])
 def test_the_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HWRL_BACKEND", "cpu")

@@ -132,6 +132,32 @@ def test_no_name_of_a_type_is_defined_twice() -> None:
     assert not twice, f"give each class, type alias and type variable a name of its own: {twice}"
 
 
+# -- the glossary ---------------------------------------------------------------------------------------------------
+
+MAX_WORDS = 80
+"""Rows of the glossary. A reader has to hold them; a new one is worth it only if no old word will do."""
+
+
+def words_of(glossary: str) -> list[str]:
+    """Return the words that the tables of ``glossary`` define; a row may define several, separated by commas."""
+    cells = re.findall(r"^\| ([^|]+?) \|", glossary, re.MULTILINE)
+    words = [word.strip() for cell in cells if cell not in ("word", "---") for word in cell.split(",")]
+    return [re.sub(r" \(.*\)", "", word) for word in words]
+
+
+def test_the_search_for_words_finds_them() -> None:
+    table = "| word | meaning |\n|---|---|\n| base, adapter | two |\n| group (comm) | one |\n"
+    assert words_of(table) == ["base", "adapter", "group"]
+
+
+def test_each_word_of_the_glossary_is_defined_once() -> None:
+    glossary = (REPO / "docs/design.md").read_text().partition("\n## Words\n")[2].partition("\n## ")[0]
+    words = words_of(glossary)
+    twice = sorted({word for word in words if words.count(word) > 1})
+    assert not twice, f"one word, one meaning: {twice}"
+    assert 50 < len(words) <= MAX_WORDS, f"the glossary has {len(words)} words: do without one"
+
+
 # -- central nouns are explained ------------------------------------------------------------------------------------
 
 

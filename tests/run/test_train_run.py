@@ -21,8 +21,8 @@ pytestmark = pytest.mark.long(40)
 
 
 def documented_keys() -> set[str]:
-    """Return the keys in the table of docs/training.md; ``/x`` there goes on with the group of the key before it."""
-    table = Path("docs/training.md").read_text(encoding="utf-8").partition("| key | meaning |")[2].partition("\n\n")[0]
+    """Return the keys in the table of docs/report.md; ``/x`` there goes on with the group of the key before it."""
+    table = Path("docs/report.md").read_text(encoding="utf-8").partition("| metric | meaning |")[2].partition("\n\n")[0]
     keys: list[str] = []
     for row in table.splitlines()[2:]:
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]):

@@ -1,4 +1,4 @@
-"""docs/conformance.md and docs/new_backend.md say what the code does."""
+"""docs/conformance.md and docs/engines.md say what the code does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject, conforman
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONFORMANCE = (DOCS / "conformance.md").read_text()
-NEW = (DOCS / "new_backend.md").read_text()
+NEW = (DOCS / "engines.md").read_text()
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -48,6 +48,6 @@ def test_the_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {"__name__": "hwrl_documented"}
     exec(compile(contracts, "conformance.md", "exec"), names)
     assert issubclass(names["TestRollout"], conformance.RolloutContract)  # type: ignore[arg-type] # a class
-    exec(compile(link, "new_backend.md", "exec"), names := {})
+    exec(compile(link, "engines.md", "exec"), names := {})
     for end in ("sender", "receiver"):
         names[end].close()  # type: ignore[attr-defined] # an end of a link

@@ -82,7 +82,7 @@ class AlgorithmConfig(Section):
     mini_batches: Positive = 1
     """Mini-batches per pass: each makes one optimizer step."""
     filter_groups: bool = False
-    """Train only on prompts whose rewards differ ([dynamic sampling](training.md#dynamic-sampling))."""
+    """Train only on prompts whose rewards differ ([dynamic sampling](staleness.md#dynamic-sampling))."""
     max_filtered_in_a_row: Positive = 1000
     """Maximum number of prompts filtered without another finished prompt in between. One more ends the run."""
 

@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     endpoint_host: Name = "127.0.0.1"
     """Address at which a replica's [endpoints](agents.md) for agents listen; 0.0.0.0: all addresses of the machine."""
     group_timeout_s: Seconds = 600.0
-    """Time limit without [progress](training.md#progress) on a prompt. Then its replica is replaced."""
+    """Time limit without [progress](staleness.md#progress) on a prompt. Then its replica is replaced."""
     max_attempts: Positive = 3
     """Maximum number of attempts at a prompt. After that many failures it is given up."""
     on_failure: Literal["stop", "skip"] = "stop"

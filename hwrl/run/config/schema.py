@@ -60,7 +60,7 @@ class AsyncConfig(Section):
     staleness_threshold: NotNegative = 1
     """Maximum age of a trained token, in weight versions; 0: synchronous, on-policy training."""
     lead_versions: NotNegativeReal | None = None
-    """[The lead](training.md#lead): versions that rollout may run ahead; null, or more: ``staleness_threshold``."""
+    """[The lead](staleness.md#lead): versions that rollout may run ahead; null, or more: ``staleness_threshold``."""
     trigger_parameter_sync_step: Positive = 1
     """Training steps per weight version. The weights are sent to the replicas after every such number of steps."""
     partial_rollout: bool = True

@@ -56,7 +56,7 @@ class TrainConfig(Section):
     ranks: ProcessCount = 1
     """Number of training processes. They train one model together."""
     context_parallel: ProcessCount = 1
-    """Number of neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
+    """Number of neighbouring ranks that [share each pack](train_engine.md#long-rows): a divisor of ``ranks``."""
     shard_ranks: ProcessCount | None = None
     """FSDP shard group size (HSDP): the number of neighbouring ranks that shard one copy of the model; null: all."""
     steps: Positive = 100
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     batch_groups: Positive = 32
     """Number of prompts in a step, over all ranks."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens in one forward pass ([a pack](training.md#packs)). A longer row gets a pass of its own."""
+    """Maximum tokens in one forward pass ([a pack](train_engine.md#packs)). A longer row gets a pass of its own."""
     param_offload: bool = False
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False

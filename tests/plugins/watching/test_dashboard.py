@@ -26,9 +26,10 @@ def dashboard() -> dict[str, Any]:
 
 
 def documented_metrics() -> Iterator[str]:
-    """Yield the metrics in the table of ``docs/training.md``; ``/name`` continues the group of the one before."""
-    group = ""
-    for cell in re.findall(r"^\| (`[^|]*) \|", (REPO / "docs/training.md").read_text(encoding="utf-8"), re.MULTILINE):
+    """Yield the metrics in the table of ``docs/report.md``; ``/name`` continues the group of the one before."""
+    page = (REPO / "docs/report.md").read_text(encoding="utf-8")
+    group, table = "", page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    for cell in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE):
         for name in re.findall(r"`([^`]*)`", cell):
             group = name.split("/")[0] if not name.startswith("/") else group
             yield name if not name.startswith("/") else group + name
