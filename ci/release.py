@@ -40,8 +40,17 @@ def notes(changelog: str, version: str) -> str:
 
 
 def find_pythons() -> dict[str, str | None]:
-    """Return the path of each Python that hwrl supports; None if this machine does not have it."""
-    return {name: shutil.which(f"python{name}") for name in PYTHONS}
+    """Return the path of each Python that hwrl supports; None if this machine does not have it.
+
+    A shim of pyenv exists for a Python that it cannot start, too.
+    """
+    found = {name: shutil.which(f"python{name}") for name in PYTHONS}
+    return {name: path if path and starts(path) else None for name, path in found.items()}
+
+
+def starts(python: str) -> bool:
+    """Return whether ``python`` can be started."""
+    return subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def run(*words: str | Path, env: dict[str, str] | None = None, cwd: Path = REPO) -> None:

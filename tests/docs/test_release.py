@@ -29,8 +29,8 @@ def test_this_version_has_notes() -> None:
 
 
 def test_pythons_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    python = tmp_path / "python3.12"
-    python.touch()
-    python.chmod(stat.S_IRWXU)
+    for name, status in (("python3.12", 0), ("python3.13", 127)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert RELEASE["find_pythons"]() == {"3.11": None, "3.12": str(python), "3.13": None}
+    assert RELEASE["find_pythons"]() == {"3.11": None, "3.12": str(tmp_path / "python3.12"), "3.13": None}
