@@ -15,7 +15,7 @@ from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
-from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.first_import import LIMIT_S, try_in_child
 from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
@@ -63,9 +63,8 @@ def _use_functions(step: Callable[[str], None], config: Config) -> frozenset[str
             step(f"{key}={target}")
             load_function(target, key=key)
     for name in config.report.trackers:
-        if name != TENSORBOARD:
-            step(f"report.trackers={name}")
-            make_tracker(config, name)
+        step(f"report.trackers={name}")
+        make_tracker(config, name)
     if config.rollout.workflow is not None and is_local():
         from hwrl.models import load_tokenizer, use_chat_template  # it imports torch
         from hwrl.rollout import load_workflow

@@ -16,7 +16,7 @@ from hwrl.files import make_directory, open_to_read, read_file
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.config.yaml_reader import MAX_NBYTES
 from hwrl.run.report import METRICS, MODEL_DIRECTORY, PROMPTS
-from hwrl.run.scaling import find_mail
+from hwrl.run.scaling import SCALE
 
 _FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, MODEL_DIRECTORY)
 
@@ -46,7 +46,7 @@ def claimed_directory(config: Config) -> Iterator[None]:
 
     Raises ConfigError if the directory holds another run or cannot be used. Raises CheckpointError, with the owner's
     name, if a run in another process uses it. If the claim fails, the files in the directory stay as they were. An
-    error in the block changes nothing back. Removes requests of ``hwrl scale`` to an earlier run.
+    error in the block changes nothing back. Removes a request of ``hwrl scale`` to an earlier run.
     """
     with ExitStack() as stack:
         _claim(config, stack)
@@ -56,18 +56,15 @@ def claimed_directory(config: Config) -> Iterator[None]:
 def _claim(config: Config, stack: ExitStack) -> None:
     try:
         make_directory(config.dir, mode=0o700)  # prompts, answers and weights are nobody else's
-        mail_of_earlier_runs = find_mail(config.dir)
         stack.callback(DirectoryLock(config.dir).close)
         _write_config(config)
+        (config.dir / SCALE).unlink(missing_ok=True)  # a request to an earlier run
     except OSError as exc:
         raise ConfigError(
             f"the run directory {config.dir} cannot be used",
             why=str(exc),
             fix="choose a writable directory with dir=…",
         ) from exc
-    for path in mail_of_earlier_runs:
-        with suppress(OSError):
-            path.unlink()
 
 
 def _write_config(config: Config) -> None:

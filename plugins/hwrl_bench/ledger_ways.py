@@ -17,7 +17,7 @@ from ray.util.queue import Empty, Full, Queue
 
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import PromptLease
-from hwrl.run import Config, LedgerHandle
+from hwrl.run import Config, LedgerActor, Remote, start_ledger
 from hwrl_bench.ways import Way
 
 _PAUSE_S = 0.001
@@ -90,13 +90,13 @@ class LedgerWay(GroupWay):
     """A run's ledger: replicas lease prompts, and the trainer takes a batch for each version."""
 
     def __init__(self, options: WayOptions) -> None:
-        self._ledger = LedgerHandle(options.config)
+        self._ledger = start_ledger(options.config)
         super().__init__(options, _LedgerService(self._ledger))
         self.pid = ray.get(self._ledger.pid())
         self._version = 0
 
     def take(self, count: int) -> list[PromptGroup]:
-        groups, _ = self._ledger.advance_and_take(count, self._version)
+        groups, _ = self._ledger.call_for_two(LedgerActor.advance_and_take, count, self._version)
         self._version += 1
         taken: list[PromptGroup] = ray.get(groups)
         return taken
@@ -145,15 +145,15 @@ GROUP_WAYS: dict[str, Callable[[WayOptions], GroupWay]] = {"hwrl ledger": Ledger
 class _LedgerService:
     """The ledger for a replica."""
 
-    def __init__(self, ledger: LedgerHandle) -> None:
+    def __init__(self, ledger: Remote[LedgerActor]) -> None:
         self._ledger = ledger
 
     def lease(self, count: int, replica: str) -> list[PromptLease]:
-        leases: list[PromptLease] = ray.get(self._ledger.lease(count, replica))
+        leases: list[PromptLease] = ray.get(self._ledger.call(LedgerActor.lease, count, replica))
         return leases
 
     def hand_in(self, groups: list[PromptGroup], replica: str) -> bool:
-        ray.get(self._ledger.complete(groups, replica, {}))
+        ray.get(self._ledger.call(LedgerActor.complete, groups, replica, {}))
         return True
 
 

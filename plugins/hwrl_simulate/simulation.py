@@ -1,6 +1,6 @@
 """A discrete-event simulation of a run. The prompt ledger and its leases are real; the processes are simulated.
 
-The simulated trainer does the same as :class:`~hwrl.run.pipeline.Pipeline`: advance the ledger, wait for a batch,
+The simulated trainer does the same as :class:`~hwrl.run.loop.RunLoop`: advance the ledger, wait for a batch,
 train, send the weights if they are due, save a checkpoint if it is due. Events of replicas happen in between.
 
 A real run's stream of prompts ends, so its last steps have idle replicas. A simulated run stands for a part of a longer

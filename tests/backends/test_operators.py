@@ -10,10 +10,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwrl.rollout import EmbeddedEngine
+from hwrl.run.build import build_algorithm
 from hwrl.run.config import load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
-from hwrl.run.processes.build import build_algorithm
 from hwrl.train import AsyncTrainer
 from tests.support.fsdp_training import engine_on, groups_of
 from tests.support.tiny_model import END, generate, requests_of, tiny_model

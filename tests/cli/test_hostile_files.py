@@ -168,7 +168,7 @@ def test_a_run_goes_on_in_any_run_directory_and_a_simulation_tells_what_is_wrong
             calibrate(config, read_run(run), Workload())
         except ConfigError as error:
             assert error.why and error.fix, f"seed {seed}"
-        report = RunReport(run, log=lambda text: None, resume_step=12, tensorboard=False)
+        report = RunReport(run, log=lambda text: None, resume_step=12)
         report.close()
 
 

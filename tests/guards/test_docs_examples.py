@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from hwrl.run.build import build_algorithm
 from hwrl.run.config import load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import check_inputs
-from hwrl.run.processes.build import build_algorithm
 from hwrl.train import AsyncTrainer
 from tests.support.fsdp_training import engine_on, groups_of
 

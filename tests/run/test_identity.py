@@ -7,20 +7,19 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
+from hwrl.run.build import run_tokenizer
 from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config, parse_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
 from hwrl.run.inputs import check_inputs
-from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
-from hwrl.run.processes.handles import LedgerHandle
-from hwrl.run.processes.prompts import run_tokenizer
+from hwrl.run.remote import ProcessSetup, RolloutActor, TrainActor
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -104,10 +103,7 @@ def set_up_trainer(config: Config, inputs: RunInputs) -> None:
 
 def set_up_replica(config: Config, inputs: RunInputs) -> None:
     """Set up a replica without a store to connect to."""
-    ledger = cast(LedgerHandle, None)  # it is not called
-    RolloutActor().set_up(
-        setup_of(config, inputs), replica="replica-0", replica_id="replica-0#1", seed=1, ledger=ledger
-    )
+    RolloutActor().set_up(setup_of(config, inputs), name="replica-0", replica_id="replica-0#1", seed=1, ledger=None)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import DataError, with_notes
 from hwrl.rollout import EvaluatedPrompt, Evaluation, UntrainedPrompts
-from hwrl.run.fleet.trainers import TrainerDiedError
+from hwrl.run.fleet import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
+from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import PROMPTS, read_metrics
+from hwrl.run.trainer import RestoredRun, StepOutcome
 from hwrl.user_code import load_function
 from tests.support.finished_groups import finished
 from tests.support.fleet_with_ledger import FleetWithLedger, trained_prompts
@@ -87,14 +88,14 @@ class TrainerRestartsSlowly(FleetWithLedger):
 
     restarts = 0
 
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+    def request_batch(self, version: int) -> tuple[list[Any], str]:
         if self.restarts:
-            return super().request_batch(count, version)
+            return super().request_batch(version)
         self._prompts.advance(version)
         first, second, *_ = self._prompts.lease(4, replica="replica-0#0", now_s=0.0)
         for lease in (first, second):
             self._prompts.complete(finished(lease))
-        self._taken = [group.sequence_number for group in self._prompts.take(count) or []]
+        self._taken = [group.sequence_number for group in self._prompts.take(2) or []]
         return [], "info"
 
     def step(self, groups: list[Any]) -> StepOutcome:
@@ -118,8 +119,8 @@ def test_a_replica_is_not_overdue_while_the_trainer_restarts(tmp_path: Path) -> 
 class LedgerEndsTheRun(FleetWithLedger):
     """After the first step the ledger has an error instead of a batch."""
 
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
-        return ([], "error") if self._step == 1 and self._error is not None else super().request_batch(count, version)
+    def request_batch(self, version: int) -> tuple[list[Any], str]:
+        return ([], "error") if self._step == 1 and self._error is not None else super().request_batch(version)
 
     def value_of(self, info: str) -> BatchInfo | None:
         if info == "error" and self._error is not None:

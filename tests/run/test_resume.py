@@ -10,10 +10,12 @@ import pytest
 
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import HwrlError
+from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
-from hwrl.run.processes.trainer_rank import TrainerRank
+from hwrl.run.remote import ProcessSetup
+from hwrl.run.trainer import TrainerRank
 from tests.support.fsdp_training import groups_of
 
 
@@ -42,9 +44,8 @@ def moved(tmp_path: Path, address: str) -> Config:
 
 
 def rank_of(config: Config, address: str) -> TrainerRank:
-    return TrainerRank(
-        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
-    )
+    setup = ProcessSetup(config, identify_inputs(config), "cpu", ProcessDevices(), address)
+    return TrainerRank(setup, rank=0, incarnation=0, transport="host")
 
 
 def set_in(config: Config, **settings: object) -> None:

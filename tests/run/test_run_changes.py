@@ -46,7 +46,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     run = start(*words)  # what it writes is deleted
     run.wait_for_step(2)
     shutil.rmtree(run.directory / "tensorboard")
-    run.wait_for_output("TensorBoard's events can no longer be written")
+    run.wait_for_output("the tracker tensorboard failed")
     step = int(run.metrics()[-1]["step"])
     run.wait_for_step(step + 2)
     (run.directory / "trained_prompts.jsonl").unlink()
@@ -54,8 +54,8 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     last = int(run.metrics()[-1]["step"])
     told = run.output().partition("RunDirectoryError: ")[2]
     assert told.startswith(f"{run.directory / 'trained_prompts.jsonl'} cannot be written"), run.output()
-    assert f"then a checkpoint of step {last} was saved" in told
-    assert "Traceback" not in run.output() and run.output().count("TensorBoard") == 1
+    assert f"then step {last} was saved in" in told
+    assert "Traceback" not in run.output() and run.output().count("the tracker") == 1
     assert saved_steps(run) == [last]
 
     with (demo / "rewards.py").open("a") as file:  # of what it reads, one file may change between two runs

@@ -17,12 +17,12 @@ from hwrl.errors import HwrlError, RunDirectoryError, with_notes
 from hwrl.files import make_directory
 from hwrl.run.config import Config, parse_config
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import StepOutcome
 from hwrl.run.report import PlainView, RecordedView, RunReport
-from hwrl.run.report.event_files import EventFile
+from hwrl.run.report.tensorboard import TensorboardTracker
 from hwrl.run.report.trackers import tracked_run
 from hwrl.run.run_directory import claimed_directory, record_replicas
-from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from hwrl.run.scaling import answer_request
+from hwrl.run.trainer import StepOutcome
 from tests.support.two_step_run import METRICS_OF_A_STEP, StandInFleet, train
 
 
@@ -34,7 +34,7 @@ def config_of(directory: Path) -> Config:
 def other_run(directory: Path) -> dict[Path, bytes]:
     """Write what a second run of the same configuration has in its directory; return the content of the files."""
     with claimed_directory(config_of(directory)):
-        report = RunReport(directory, log=pytest.fail, tensorboard=False)
+        report = RunReport(directory, log=pytest.fail)
         report.add(1, METRICS_OF_A_STEP, prompts=[7])
         report.close()
     (directory / "checkpoint").write_text("7")
@@ -66,12 +66,12 @@ def writes_of(config: Config, report: RunReport, view: RecordedView) -> dict[str
         "amend": lambda: report.amend({"eval/reward": 1.0}),
         "sync": report.sync,
         "event": lambda: view.log("a line"),
-        "report": lambda: RunReport(home, log=lambda text: None, resume_step=1, tensorboard=False),
+        "report": lambda: RunReport(home, log=lambda text: None, resume_step=1),
         "view": lambda: RecordedView(PlainView(1, stream=io.StringIO()), home),
         "configuration": lambda: record_replicas(config, 3),
         "run id": lambda: tracked_run(config, resume_step=0),
-        "tensorboard": lambda: EventFile(home / "tensorboard", purge_step=1),
-        "answer": lambda: ScaleRequests(home).answer(ScaleRequest("7", 1), text="done"),
+        "tensorboard": lambda: TensorboardTracker().start(tracked_run(config, resume_step=0)),
+        "answer": lambda: answer_request(home, {"id": "7", "replicas": 1}, text="done"),
         "directory": lambda: make_directory(home / "profile"),
         "close": report.close,
     }
@@ -91,7 +91,7 @@ def test_no_write_of_a_run_reaches_a_directory_that_it_lost(
 ) -> None:
     config = config_of(tmp_path / "run")
     with claimed_directory(config), RecordedView(PlainView(1, stream=io.StringIO()), config.dir) as view:
-        report = RunReport(config.dir, log=lambda text: None, tensorboard=False)
+        report = RunReport(config.dir, log=lambda text: None)
         report.add(1, METRICS_OF_A_STEP, prompts=[0])
         act(config.dir)
         if is_recreated and act is not delete_lock:
@@ -175,7 +175,7 @@ def test_a_run_writes_through_no_link(tmp_path: Path) -> None:
         (home / name).symlink_to(victim)
     config = config_of(home)
     with claimed_directory(config), RecordedView(PlainView(1, stream=io.StringIO()), home) as view:
-        report = RunReport(home, log=lambda text: None, tensorboard=False)
+        report = RunReport(home, log=lambda text: None)
         report.add(1, METRICS_OF_A_STEP, prompts=[0], samples=[{"step": 1}])
         report.amend({"eval/reward": 1.0})
         view.log("a line")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from hwrl.errors import DataError, EngineError, with_notes
-from hwrl.run.fleet.trainers import TrainerDiedError
+from hwrl.run.fleet import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, StepOutcome
+from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import read_metrics
+from hwrl.run.trainer import StepOutcome
 from tests.support.fleet_with_ledger import FleetWithLedger, trained_prompts
 from tests.support.two_step_run import CHECKPOINT, train
 
@@ -29,9 +30,9 @@ class EndsInStepTwo(FleetWithLedger):
             error, self._raises = self._raises, None
             raise error
 
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+    def request_batch(self, version: int) -> tuple[list[Any], str]:
         self._meet("request_batch")
-        return super().request_batch(count, version)
+        return super().request_batch(version)
 
     def watch(self, answers: list[Any]) -> list[Any]:
         self._meet("watch")
@@ -74,14 +75,14 @@ def test_whatever_ends_a_run_the_finished_steps_are_saved_first(
 class StepInPart(EndsInStepTwo):
     """An error ends the second step after a part of its updates."""
 
-    def finished_step(self) -> int | None:
+    def idle_step(self) -> int | None:
         return None
 
 
 class TrainerIsDead(EndsInStepTwo):
     """The trainer has died as well."""
 
-    def finished_step(self) -> int | None:
+    def idle_step(self) -> int | None:
         raise TrainerDiedError("rank 0: killed")
 
 

@@ -18,7 +18,7 @@ from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import parse_config
 from hwrl.run.report import EVENTS, read_lines
-from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from hwrl.run.scaling import answer_request, pending_request
 from tests.support.numbered import INFO, NumberedBackend
 from tests.support.train_run import HWRL, Run, trained_prompts
 
@@ -89,26 +89,15 @@ def test_a_run_that_cannot_be_scaled_is_named(tmp_path: Path, capsys: pytest.Cap
     lock.close()
 
 
-def test_requests_are_answered_once_and_junk_is_removed(tmp_path: Path) -> None:
-    requests = ScaleRequests(tmp_path)
-    path = tmp_path / "scale_request.1.json"
-    for junk in ("", "[]", '{"replica": 2}', '{"replicas": 0}', '{"replicas": true}'):
-        path.write_text(junk)
-        assert requests.poll() is None and list(tmp_path.iterdir()) == []
-    path.symlink_to("/dev/zero")
-    assert requests.poll() is None
-    path.write_text('{"replicas": 3}')
-    assert requests.poll() == ScaleRequest("1", 3) and requests.poll() is None
-
-
 def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
-    lock, requests, ended = DirectoryLock(tmp_path), ScaleRequests(tmp_path), Event()
+    lock, ended = DirectoryLock(tmp_path), Event()
+    refusal = ConfigError("there are no devices", why="2 are free", fix="ask for 2")
 
     def refuse() -> None:
         while not ended.wait(0.05):
-            if (request := requests.poll()) is not None:
-                requests.answer(request, error=ConfigError("there are no devices", why="2 are free", fix="ask for 2"))
+            if (request := pending_request(tmp_path)) is not None:
+                answer_request(tmp_path, request, error=refusal)
 
     thread = Thread(target=refuse)
     thread.start()

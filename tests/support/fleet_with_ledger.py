@@ -8,8 +8,9 @@ from typing import Any
 
 from hwrl.checkpoint import DurableFS
 from hwrl.rollout import PromptLedger
-from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
+from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import PROMPTS
+from hwrl.run.trainer import RestoredRun, StepOutcome
 from tests.support.finished_groups import finished
 from tests.support.two_step_run import CHECKPOINT, StandInFleet
 
@@ -22,11 +23,11 @@ class FleetWithLedger(StandInFleet):
         self._path, self._error_in_step, self._error = home / "ledger.json", error_in_step, error
         self._prompts = PromptLedger(groups_per_version=2, max_staleness=1, total_groups=4, group_timeout_s=600.0)
 
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+    def request_batch(self, version: int) -> tuple[list[Any], str]:
         self._prompts.advance(version)
         for lease in self._prompts.lease(4, replica="replica-0#0", now_s=0.0):
             self._prompts.complete(finished(lease))
-        groups = self._prompts.take(count)
+        groups = self._prompts.take(2)
         assert groups is not None, "the run would wait for ever"
         self._taken = [group.sequence_number for group in groups]
         return groups, "info"

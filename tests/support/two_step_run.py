@@ -12,11 +12,12 @@ from hwrl.checkpoint import DurableFS
 from hwrl.errors import CheckpointSaveError
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config
-from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.fleet import Fleet
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.pipeline import Pipeline
-from hwrl.run.processes.actors import BatchInfo, StepOutcome
+from hwrl.run.ledger import BatchInfo
+from hwrl.run.loop import RunLoop
 from hwrl.run.report import PlainView
+from hwrl.run.trainer import StepOutcome
 
 CHECKPOINT = "checkpoint"
 METRICS_OF_A_STEP = {
@@ -26,30 +27,30 @@ METRICS_OF_A_STEP = {
 
 
 class StandInFleet:
-    """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
+    """A :class:`~hwrl.run.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
     incarnation, device_counts = 0, DeviceCounts(1, 2)
     deaths: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
-        self.trainers = self.replicas = self.ledger = self
+        self.trainers = self.all = self.replicas = self.ledger = self.waits = self
 
     def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
         """Take the place of a call without an effect here."""
 
-    launch = wait_for_replicas = serve_new_receivers = publish_last_weights = note_progress = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
+    launch = begin = serve_new_receivers = publish_last_weights = note_progress = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = finish_profile = do_nothing
+    take_batch, restart_trainers = Fleet.take_batch, Fleet.restart_trainers
 
-    def describe(self) -> str:
-        return "nothing"
-
-    describe_size = describe_placement = describe
+    def ask(self, method: Any, *arguments: Any) -> Any:
+        """Call the method of the ledger with this name."""
+        return getattr(self, method.__name__)(*arguments)
 
     def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+    def request_batch(self, version: int) -> tuple[list[Any], str]:
         return [], "info"
 
     def watch(self, answers: list[Any]) -> list[Any]:
@@ -65,7 +66,7 @@ class StandInFleet:
     def repeated_deaths(self) -> list[str]:
         return []
 
-    def finished_step(self) -> int | None:
+    def idle_step(self) -> int | None:
         return self._step
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
@@ -83,11 +84,5 @@ def train(home: Path, fleet: StandInFleet, interrupts: Interrupts, **settings: A
     words: dict[str, Any] = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
     words |= {"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}}
     config = Config.model_validate({**words, **settings})
-    run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
-    try:
-        run.run()
-    except BaseException as error:
-        run.close(after=error)
-        raise
-    run.close()
+    RunLoop(config, view, interrupts, fleet=cast(Fleet, fleet)).run()
     return stream.getvalue()

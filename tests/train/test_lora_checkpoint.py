@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from hwrl import cli
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError, RunDirectoryError
+from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
-from hwrl.run.processes.trainer_rank import TrainerRank
+from hwrl.run.remote import ProcessSetup
+from hwrl.run.trainer import TrainerRank
 from tests.support.fsdp_training import groups_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -34,9 +36,8 @@ def address() -> Iterator[str]:
 
 
 def rank_of(config: Config, address: str) -> TrainerRank:
-    return TrainerRank(
-        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
-    )
+    setup = ProcessSetup(config, identify_inputs(config), "cpu", ProcessDevices(), address)
+    return TrainerRank(setup, rank=0, incarnation=0, transport="host")
 
 
 def trained(config: Config, address: str, *, steps: int) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ from hwrl.lora import described_model
 from hwrl.rollout import embedded_memory
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.processes.settings import compute_dtype, critic_settings, engine_settings, rollout_settings
+from hwrl.run.settings import compute_dtype, critic_settings, engine_settings, rollout_settings
 from hwrl.saved_names import saved_weights
 from hwrl.train import add_in_turns, certain_fsdp_memory, fsdp_memory, reference_memory
 from hwrl.train.activations import reserve_nbytes

@@ -1,15 +1,11 @@
-"""Files that are only appended to: files whose content survives a killed process, and TensorBoard's event files."""
+"""Files that are only appended to: their content survives a killed process."""
 
 from __future__ import annotations
 
 import os
-import socket
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from hwrl.files import make_directory, open_to_append, open_to_read, require_owned
+from hwrl.files import open_to_append, open_to_read, require_owned
 
 
 class AppendedFile:
@@ -51,42 +47,3 @@ class AppendedFile:
         require_owned(self._path)
         if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
             raise FileNotFoundError(f"{self._path} was replaced by another file")
-
-
-class EventFile:
-    """Scalars for TensorBoard, in a new file in ``directory``. TensorBoard ignores older files from ``purge_step`` on.
-
-    This class writes in the caller's thread and raises OSError. torch's ``SummaryWriter`` writes in a thread of its
-    own, which prints a traceback and may block its callers when the disk is full.
-    """
-
-    def __init__(self, directory: Path, *, purge_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        make_directory(directory)
-        name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{purge_step}"
-        self._file = AppendedFile(directory / name)
-        self._records = RecordWriter(self._file)
-        try:
-            self._write(Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2"))
-            started = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
-        except BaseException:
-            self.close()
-            raise
-
-    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write ``metrics`` as the scalars of ``step``."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())

@@ -1,10 +1,10 @@
-"""Write the files of a run: metrics, trained prompts, samples, and TensorBoard events."""
+"""Write the files of a run: metrics, trained prompts and samples."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.interfaces import RunStatus
-from hwrl.run.report.event_files import AppendedFile, EventFile
+from hwrl.run.report.event_files import AppendedFile
 from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
 from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
 
@@ -39,8 +39,8 @@ class RunReport:
     The run must not lose these two files: a failed write raises RunDirectoryError. If lines up to ``resume_step`` are
     missing or damaged, this is logged, and the run continues.
 
-    ``samples.jsonl`` and TensorBoard's events are optional: after a first error, which is logged,
-    they are no longer written. ``trackers`` receive all metrics; closing the report finishes them.
+    ``samples.jsonl`` is optional: after a first error, which is logged, it is no longer written. ``trackers`` receive
+    all metrics; closing the report finishes them.
 
     Call ``add`` after each step, ``sync`` before each checkpoint, and ``close`` at the end.
     """
@@ -51,7 +51,6 @@ class RunReport:
         *,
         log: Callable[[str], None],
         resume_step: int = 0,
-        tensorboard: bool = True,
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
         self._directory, self._log = directory, log
@@ -65,13 +64,8 @@ class RunReport:
         self.trackers = trackers
         self._samples: AppendedFile | None = None
         self._takes_samples = False
-        with self._optional(f"{directory / SAMPLES}"):
+        with self._writing_samples():
             drop_samples_after(directory / SAMPLES, last_step=resume_step)
-            self._takes_samples = True
-        self._events: EventFile | None = None
-        if tensorboard:
-            with self._optional("TensorBoard's events"):
-                self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
 
     def start_clock(self) -> None:
         """Start to count ``time_s``. Call this when every process is ready: the startup is not training time."""
@@ -138,19 +132,14 @@ class RunReport:
         self._prompts.close()
         if self._samples is not None:
             self._samples.close()
-        if self._events is not None:
-            with self._optional("TensorBoard's events"):
-                self._events.close()
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
         if not samples or not self._takes_samples:
             return
-        self._takes_samples = False
-        with self._optional(f"{self._directory / SAMPLES}"):
+        with self._writing_samples():
             if self._samples is None:
                 self._samples = AppendedFile(self._directory / SAMPLES)
             self._samples.write(encode_records(list(samples)))
-            self._takes_samples = True
 
     def trace(self, traces: Sequence[PromptTrace]) -> None:
         """Send the traces of a step's prompts to the trackers. Does not block."""
@@ -160,22 +149,17 @@ class RunReport:
     def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
-        if self._events is None:
-            return
-        events, self._events = self._events, None
-        with self._optional("TensorBoard's events"), ExitStack() as cleanup:
-            cleanup.callback(events.close)
-            events.add(metrics, step=step)
-            cleanup.pop_all()
-            self._events = events
 
     @contextmanager
-    def _optional(self, output: str) -> Iterator[None]:
-        """Log an error in the block instead of raising it: the run continues without ``output``."""
+    def _writing_samples(self) -> Iterator[None]:
+        """Log an error in the block instead of raising it: the run continues without samples."""
+        self._takes_samples = False
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - a plotting library may raise anything; it is logged
-            self._log(f"{output} can no longer be written ({_reason(exc)}); the run continues without it")
+            self._takes_samples = True
+        except Exception as exc:  # noqa: BLE001 - samples are optional; it is logged
+            path = self._directory / SAMPLES
+            self._log(f"{path} can no longer be written ({_reason(exc)}); the run continues without it")
 
     def _open(self, name: str) -> AppendedFile:
         with _writing(self._directory / name):

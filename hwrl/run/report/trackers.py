@@ -15,6 +15,7 @@ from hwrl.discovery import load_hook
 from hwrl.errors import DataError, EngineError, HwrlError, message_of, short_repr
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
 from hwrl.run.config import TENSORBOARD, Config
+from hwrl.run.report.tensorboard import TensorboardTracker
 from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
@@ -117,6 +118,8 @@ def make_tracker(config: Config, name: str) -> Tracker:
 
     Raises ConfigError, DataError or EngineError. Any other error of the function or the plugin is a DataError.
     """
+    if name == TENSORBOARD:
+        return TensorboardTracker()
     options = config.report.tracker_options.get(name, {})
     if ":" in name:
         make = partial(load_function(name, key="report.trackers"), options)
@@ -145,11 +148,11 @@ def make_tracker(config: Config, name: str) -> Tracker:
 def start_trackers(
     config: Config, *, resume_step: int, log: Callable[[str], None], earlier: Sequence[TrackerThread] = ()
 ) -> list[TrackerThread]:
-    """Start all trackers of the run except TensorBoard. Errors are logged. Does not block.
+    """Start all trackers of the run. Errors are logged. Does not block.
 
     ``earlier`` are the threads of the time before a resume: a tracker starts when the one of the same name has ended.
     """
-    names = [name for name in config.report.trackers if name != TENSORBOARD]
+    names = config.report.trackers
     if not names:
         return []
     try:

@@ -107,7 +107,7 @@ def test_an_interrupted_run_ends_the_benchmark_without_a_result(
         started.append(f"{config.dir.name} of {config.rollout.n}")
         return Summary(finished=False, missed_goals=[], text="interrupted")
 
-    monkeypatch.setattr("hwrl.run.pipeline.run_training", interrupted)
+    monkeypatch.setattr("hwrl.run.loop.run_training", interrupted)
     target = tmp_path / "result.json"
     options = ["--steps", "1", "--rounds", "3", "--json", str(target), "rollout.n=8"]
     assert main(["bench", "async", *options]) == 130

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from hwrl.errors import EngineError
-from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.fleet import Fleet
 
 
 def test_the_driver_sleeps_while_all_replicas_pause_before_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     slept_s: list[float] = []
     clock = SimpleNamespace(sleep=slept_s.append, monotonic=lambda: 0.0)
-    monkeypatch.setattr("hwrl.run.fleet.fleet.time", clock)
+    monkeypatch.setattr("hwrl.run.fleet.time", clock)
     fleet = SimpleNamespace(
         replicas=SimpleNamespace(answers=[]), _check_processes=None, _raise_postponed=int, _postponing=lambda act: None
     )
@@ -65,8 +65,8 @@ def test_closing_waits_for_a_checkpoint_in_the_background(
     def raise_error(answer: str) -> None:
         raise raised
 
-    monkeypatch.setattr("hwrl.run.fleet.fleet.ray", SimpleNamespace(wait=trainers.wait))
-    monkeypatch.setattr("hwrl.run.fleet.fleet.raise_hwrl_error", raise_error)
+    monkeypatch.setattr("hwrl.run.fleet.ray", SimpleNamespace(wait=trainers.wait))
+    monkeypatch.setattr("hwrl.run.fleet.raise_hwrl_error", raise_error)
     nothing = SimpleNamespace(finish=int, update=int, begin_stop=list, kill=int, close=int)
     fleet = SimpleNamespace(
         _config=SimpleNamespace(timeouts=SimpleNamespace(trainer_s=limit_s)),
@@ -74,8 +74,8 @@ def test_closing_waits_for_a_checkpoint_in_the_background(
         _devices=nothing,
         trainers=trainers,
         replicas=nothing,
-        ledger=SimpleNamespace(handle=nothing),
-        waiting_for=trainers.waiting_for,
+        ledger=SimpleNamespace(remote=nothing),
+        waits=trainers,
     )
     if polls:
         with pytest.raises(EngineError, match="the save failed"):

@@ -10,10 +10,8 @@ import pytest
 import ray.exceptions
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
-from hwrl.run.fleet.monitor import ProcessMonitor
-from hwrl.run.processes.actors import HeartbeatReply
-from hwrl.run.processes.answers import why_died
-from hwrl.run.processes.worker_log import keep_warnings, take_warnings
+from hwrl.run.monitor import ProcessMonitor
+from hwrl.run.remote import HeartbeatReply, keep_warnings, take_warnings, why_died
 
 
 class Reachable:
@@ -36,9 +34,9 @@ def value_of(answer: Any) -> Any:
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))  # Ray's threads need the real one
-    monkeypatch.setattr("hwrl.run.fleet.heartbeats.time", clock)
-    monkeypatch.setattr("hwrl.run.fleet.heartbeats.is_ready", lambda answer: True)
-    monkeypatch.setattr("hwrl.run.fleet.heartbeats.value_of", value_of)
+    monkeypatch.setattr("hwrl.run.monitor.time", clock)
+    monkeypatch.setattr("hwrl.run.monitor.is_ready", lambda answer: True)
+    monkeypatch.setattr("hwrl.run.monitor.value_of", value_of)
 
 
 def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: None) -> None:

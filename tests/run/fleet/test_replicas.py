@@ -11,21 +11,24 @@ import pytest
 
 from hwrl.errors import EngineError, InputChangedError
 from hwrl.run.config import parse_config
-from hwrl.run.fleet.replicas import Replicas
-from hwrl.run.fleet.restarts import RestartPlan
-from hwrl.run.processes.actors import ForgottenReplica
+from hwrl.run.ledger import ForgottenReplica
+from hwrl.run.replica import Replica
+from hwrl.run.replicas import Replicas, RestartPlan
 
 
-class StandInHandle:
+class StandInRemote:
     """The process of a replica. Its answers are its errors, or None."""
 
     set_up_errors: tuple[Exception | None, ...] = ()
-    handles: tuple[StandInHandle, ...] = ()
+    remotes: tuple[StandInRemote, ...] = ()
 
-    def __init__(self) -> None:
-        start = len(StandInHandle.handles)
-        StandInHandle.handles += (self,)
-        errors = StandInHandle.set_up_errors
+    def __class_getitem__(cls, part: object) -> type[StandInRemote]:
+        return cls
+
+    def __init__(self, actor_class: type, **options: Any) -> None:
+        start = len(StandInRemote.remotes)
+        StandInRemote.remotes += (self,)
+        errors = StandInRemote.set_up_errors
         self.set_up_answer = (f"set up {start}", errors[start] if start < len(errors) else None)
         self.run_answer = (f"run {start}", None)
         self.killed = self.leaving = False
@@ -33,11 +36,9 @@ class StandInHandle:
     def set_up(self, *arguments: Any, **keywords: Any) -> Any:
         return self.set_up_answer
 
-    def run(self) -> Any:
+    def call(self, method: Any) -> Any:
+        self.leaving |= method is Replica.leave
         return self.run_answer
-
-    def leave(self) -> None:
-        self.leaving = True
 
     def kill(self) -> None:
         self.killed = True
@@ -70,12 +71,12 @@ class World:
 
     def set_up(self) -> None:
         """Let all replicas that are being set up run."""
-        for handle in StandInHandle.handles:
-            self.replicas.handle_event(cast(Any, handle.set_up_answer))
+        for remote in StandInRemote.remotes:
+            self.replicas.handle_event(cast(Any, remote.set_up_answer))
 
     def end(self, number: int) -> None:
         """End the process of start ``number``."""
-        self.replicas.handle_event(cast(Any, StandInHandle.handles[number].run_answer))
+        self.replicas.handle_event(cast(Any, StandInRemote.remotes[number].run_answer))
 
     def wait(self, seconds: float) -> None:
         """Let so much time pass."""
@@ -96,14 +97,14 @@ def stand_in_devices(replicas: int, awaiting: set[str]) -> SimpleNamespace:
 
 def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, **rollout: Any) -> World:
     """Return the replicas of a run, whose starts have these errors. A set-up may take 0.1 s."""
-    monkeypatch.setattr("hwrl.run.fleet.replicas.ReplicaHandle", StandInHandle)
-    monkeypatch.setattr("hwrl.run.fleet.replicas.value_of", value_of)
-    monkeypatch.setattr("hwrl.run.fleet.replicas.why_ended", lambda answer: "killed")
+    monkeypatch.setattr("hwrl.run.replicas.Remote", StandInRemote)
+    monkeypatch.setattr("hwrl.run.replicas.value_of", value_of)
+    monkeypatch.setattr("hwrl.run.replicas.why_ended", lambda answer: "killed")
     clock = SimpleNamespace(now_s=0.0)
     plan = lambda limit: RestartPlan(limit, clock=lambda: clock.now_s)  # noqa: E731 - a constructor with the clock
-    monkeypatch.setattr("hwrl.run.fleet.replicas.RestartPlan", plan)
-    monkeypatch.setattr(StandInHandle, "set_up_errors", set_up_errors)
-    monkeypatch.setattr(StandInHandle, "handles", ())
+    monkeypatch.setattr("hwrl.run.replicas.RestartPlan", plan)
+    monkeypatch.setattr(StandInRemote, "set_up_errors", set_up_errors)
+    monkeypatch.setattr(StandInRemote, "remotes", ())
     config = parse_config(
         {
             "dir": "run",
@@ -121,9 +122,8 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     awaiting: set[str] = set()
     devices = stand_in_devices(config.rollout.replicas, awaiting)
     ledger = SimpleNamespace(
-        handle=None,
-        forget=lambda replica_id: ForgottenReplica(0, replica_id in finished, updates.get(replica_id, 9)),
-        expire_overdue=list,
+        remote=None,
+        ask=lambda method, *ids: ForgottenReplica(0, ids[0] in finished, updates.get(ids[0], 9)) if ids else [],
     )
     monitor = SimpleNamespace(
         watch=ignore, forget=ignore, locate=str, loop_turn_s=lambda name: 0.0, is_up=lambda name: False
@@ -151,7 +151,7 @@ def test_a_replacement_that_found_a_changed_input_is_never_late(monkeypatch: pyt
         replicas.handle_event(replicas.answers[0])  # its replacement refuses to start
     time.sleep(0.12)  # the limit itself, not a wait for something
     replicas.replace_stuck()
-    assert len(StandInHandle.handles) == 2 and StandInHandle.handles[1].killed
+    assert len(StandInRemote.remotes) == 2 and StandInRemote.remotes[1].killed
     assert not replicas.are_starting and replicas.answers == []
 
 
@@ -165,7 +165,7 @@ def test_a_restarted_replica_has_a_limit_for_its_start_unless_ray_may_have_no_de
     world.end(1)
     time.sleep(0.12)  # the limit itself, not a wait for something
     world.replicas.replace_stuck()
-    assert [handle.killed for handle in StandInHandle.handles] == [True, True, True, False]
+    assert [remote.killed for remote in StandInRemote.remotes] == [True, True, True, False]
 
 
 def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
@@ -175,12 +175,12 @@ def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
     world.set_up()
     world.end(1)
     for number, pause_s in enumerate((1.0, 2.0, 4.0), start=2):
-        assert len(StandInHandle.handles) == number + 1, "the first restart is immediate"
+        assert len(StandInRemote.remotes) == number + 1, "the first restart is immediate"
         world.set_up()
         world.end(number)
         assert world.logged[-1].endswith(f"a new replica starts in {pause_s:g} s")
         world.wait(pause_s - 0.1)
-        assert len(StandInHandle.handles) == number + 1
+        assert len(StandInRemote.remotes) == number + 1
         world.wait(0.2)
     world.set_up()
     world.end(5)
@@ -188,7 +188,7 @@ def test_a_crash_loop_has_growing_pauses_and_is_given_up_while_the_others_go_on(
     assert world.logged[-1].endswith("it died 5 times in a row and is given up; 1 replicas are left")
     assert world.withdrawn == ["replica-1"] * 5 and world.replicas.wanted == 1
     world.wait(1e6)
-    assert len(StandInHandle.handles) == 6
+    assert len(StandInRemote.remotes) == 6
 
 
 def test_the_pause_before_a_restart_has_a_limit_after_any_number_of_deaths() -> None:
@@ -203,7 +203,7 @@ def test_a_replica_that_finishes_prompts_between_its_deaths_is_never_given_up(mo
         world.set_up()
         world.finished.add(f"replica-0#{start}")
         world.end(start)
-    assert len(StandInHandle.handles) == 21 and not any("in 1 s" in line for line in world.logged)
+    assert len(StandInRemote.remotes) == 21 and not any("in 1 s" in line for line in world.logged)
 
 
 def test_too_few_replicas_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +233,15 @@ def test_replicas_join_and_leave_and_a_leaving_one_is_not_replaced(monkeypatch: 
     assert world.replicas.running_ids() == ["replica-0#0", "replica-1#1", "replica-2#2"]
     assert world.replicas.scale(3) == "3 replicas are already running or starting"
     assert world.replicas.scale(1).startswith("replica-2, replica-1 will leave")
-    assert [handle.leaving for handle in StandInHandle.handles] == [False, True, True]
+    assert [remote.leaving for remote in StandInRemote.remotes] == [False, True, True]
     assert world.replicas.running_ids() == ["replica-0#0"]
     assert world.replicas.scale(2).startswith("replica-3"), "the name of a leaving one is still in use"
     world.end(1)
     world.end(2)
     assert world.logged[-1] == "scale: rollout replica-2 left (killed); 0 prompts go to others; 1 replicas run now"
-    assert len(StandInHandle.handles) == 4 and world.withdrawn == ["replica-1", "replica-2"]
+    assert len(StandInRemote.remotes) == 4 and world.withdrawn == ["replica-1", "replica-2"]
     assert world.replicas.scale(1) == "replica-3 left at once", "one that does not run yet leaves first"
-    assert StandInHandle.handles[3].killed and not world.replicas.are_starting
+    assert StandInRemote.remotes[3].killed and not world.replicas.are_starting
 
 
 def test_a_replica_that_cannot_join_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_replica_that_dies_of_one_cause_at_each_update_is_given_up_and_the_run
 ) -> None:
     world = world_of(monkeypatch, replicas=2, min_replicas=1, max_restarts=2)
     causes = iter([f"AcceleratorError: invalid argument at 0x{number:x}" for number in range(9)])
-    monkeypatch.setattr("hwrl.run.fleet.replicas.why_ended", lambda answer: next(causes))
+    monkeypatch.setattr("hwrl.run.replicas.why_ended", lambda answer: next(causes))
     world.set_up()
     for number, start in enumerate((0, 2, 3)):
         world.finished.add(f"replica-0#{start}")
@@ -268,7 +268,7 @@ def test_a_replica_that_dies_of_one_cause_at_each_update_is_given_up_and_the_run
         world.end(start)
         world.wait(60.0)
         if number < 2:
-            world.replicas.handle_event(cast(Any, StandInHandle.handles[-1].set_up_answer))
+            world.replicas.handle_event(cast(Any, StandInRemote.remotes[-1].set_up_answer))
     assert "it died 3 times in a row and is given up; 1 replicas are left" in world.logged[-1]
     (sentence,) = world.replicas.repeated_deaths()
     assert sentence == "replicas ended 3 times by the same cause: AcceleratorError: invalid argument at #"
@@ -280,5 +280,5 @@ def test_deaths_of_replicas_that_do_their_work_are_no_crash_loop(monkeypatch: py
     for start in range(9):
         world.finished.add(f"replica-0#{start}")
         world.end(start)
-        world.replicas.handle_event(cast(Any, StandInHandle.handles[-1].set_up_answer))
-    assert len(StandInHandle.handles) == 10
+        world.replicas.handle_event(cast(Any, StandInRemote.remotes[-1].set_up_answer))
+    assert len(StandInRemote.remotes) == 10

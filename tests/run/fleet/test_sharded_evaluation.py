@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 
 from hwrl.errors import DataError, EngineError
 from hwrl.rollout import EvaluatedPrompt, Evaluation
-from hwrl.run.fleet.sharded_evaluation import ShardedEvaluation
+from hwrl.run.evaluation import ShardedEvaluation
 
 ENDED = EngineError("there is no evaluation", why="the rollouter has ended")
 
@@ -23,7 +23,8 @@ class StandInReplica:
         self.leaving = False
         self.answer: Future[Evaluation | None] = Future()
 
-    def evaluate(self, part: int, parts: int, *, alone: bool) -> Future[Evaluation | None]:
+    def call(self, method: object, part: int, parts: int, *, alone: bool) -> Future[Evaluation | None]:
+        """Take the place of a call of ``Replica.evaluate``."""
         self.parts.append(part)
         self.answer = Future()
         return self.answer
@@ -35,8 +36,8 @@ class StandInReplica:
 
 @pytest.fixture(autouse=True)
 def _answers_are_futures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hwrl.run.fleet.sharded_evaluation.is_ready", lambda answer: answer.done())
-    monkeypatch.setattr("hwrl.run.fleet.sharded_evaluation.value_of", lambda answer: answer.result())
+    monkeypatch.setattr("hwrl.run.evaluation.is_ready", lambda answer: answer.done())
+    monkeypatch.setattr("hwrl.run.evaluation.value_of", lambda answer: answer.result())
 
 
 def spread(replicas: dict[str, StandInReplica], *, limit_s: float = 600.0) -> ShardedEvaluation:

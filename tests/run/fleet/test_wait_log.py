@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hwrl.run.fleet.wait_log import FIRST_S, WaitLog
+from hwrl.run.monitor import FIRST_S, WaitLog
 
 
 class Clock:

@@ -19,10 +19,12 @@ from hwrl.comm import serve_store, store_address
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import MemoryInfo
 from hwrl.run import load_config
+from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
 from hwrl.run.plan import Hardware, RunPlan, check_rank, check_replica, make_plan, suggest
-from hwrl.run.processes.trainer_rank import TrainerRank
+from hwrl.run.remote import ProcessSetup
+from hwrl.run.trainer import TrainerRank
 from hwrl_cpu import INFO, CpuBackend
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
@@ -268,15 +270,8 @@ def test_a_trainer_rank_refuses_a_model_that_surely_does_not_fit_before_it_reads
     path.write_text(json.dumps(json.loads(path.read_text()) | large))
     store = serve_store("127.0.0.1")
     with pytest.raises(DeviceMemoryError, match="the run does not fit"):
-        TrainerRank(
-            config,
-            inputs=identify_inputs(config),
-            rank=0,
-            store_address=store_address(store),
-            incarnation=0,
-            transport="device",
-            senders=1,
-        )
+        setup = ProcessSetup(config, identify_inputs(config), "cpu", ProcessDevices(), store_address(store))
+        TrainerRank(setup, rank=0, incarnation=0, transport="device")
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

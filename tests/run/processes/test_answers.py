@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hwrl.errors import DataError, HwrlError
-from hwrl.run.processes.answers import raise_hwrl_error, value_of
+from hwrl.run.remote import raise_hwrl_error, value_of
 
 USERS = """
 import json

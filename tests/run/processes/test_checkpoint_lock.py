@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hwrl.checkpoint import DirectoryLock
+from hwrl.run.build import build_checkpoints
 from hwrl.run.config import load_config
 from hwrl.run.demo import write_demo
-from hwrl.run.processes.build import build_checkpoints
 
 
 def test_the_checkpoints_of_a_run_wait_for_the_trainer_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

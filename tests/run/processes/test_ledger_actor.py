@@ -14,7 +14,7 @@ from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease, UntrainedPrompts
 from hwrl.run.config import Config, parse_config
-from hwrl.run.processes.actors import EMPTY_LEDGER, BatchInfo, LedgerActor
+from hwrl.run.ledger import EMPTY_LEDGER, BatchInfo, LedgerActor
 
 
 def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> Config:
@@ -101,7 +101,7 @@ def test_a_resume_ends_a_take_that_waits_for_the_lost_timeline() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now_s=0.0)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr("hwrl.run.processes.actors.time", clock)
+    monkeypatch.setattr("hwrl.run.ledger.time", clock)
     return clock
 
 

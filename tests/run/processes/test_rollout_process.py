@@ -16,11 +16,10 @@ from hwrl.errors import CommError, ConfigError, DataError
 from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
 from hwrl.rollout import INCARNATION, EmbeddedEngine, PromptLease, Rollouter
+from hwrl.run.build import build_rollouter, run_tokenizer, training_prompts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
-from hwrl.run.processes.build import build_rollouter, prepare_process
-from hwrl.run.processes.prompts import run_tokenizer, training_prompts
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightSender
 
@@ -69,7 +68,7 @@ def built(config: Config, *, address: str, ledger: OnePrompt) -> Rollouter:
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     """Receive two versions and generate a group; return the growth of peak memory, and the opened files."""
     build_model(config.model.path, dtype=torch.float32)  # imports first, so that they do not count
-    prepare_process(threads=1)
+    torch.set_num_threads(1)
     before_nbytes = memory_nbytes("VmRSS")
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
@@ -107,7 +106,7 @@ def test_a_replica_that_cannot_join_the_link_leaves_no_process_and_no_open_engin
         raise CommError("no store", why="a test", fix="none")
 
     closed: list[EmbeddedEngine] = []
-    monkeypatch.setattr("hwrl.run.processes.build.connect_store", refuse)
+    monkeypatch.setattr("hwrl.run.build.connect_store", refuse)
     monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
     config = load_config(write_demo(tmp_path, seed=1, prompts=16))
     with pytest.raises(CommError, match="no store"):

@@ -10,7 +10,7 @@ import pytest
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import LoraSettings
 from hwrl.rollout import AdapterUpdater, EngineModels, ModelUpdater, ReceivedModels
-from hwrl.run.processes.build import build_model_link, build_updater
+from hwrl.run.build import build_model_link, build_updater
 from hwrl.weights import POLICY, POLICY_BASE
 from tests.support.scripted_rollout import CountingEngine
 

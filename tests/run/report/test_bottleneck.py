@@ -8,7 +8,7 @@ import pytest
 
 from hwrl.run.cluster.placement import DeviceCounts, assign_devices
 from hwrl.run.config import load_config
-from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import Metrics, StepRates
 from hwrl.run.report.bottleneck import busy_shares
 from hwrl.run.report.summary import summarise

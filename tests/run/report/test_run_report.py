@@ -19,7 +19,7 @@ from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config, load_config
-from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, StepRates, read_metrics
 from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
@@ -182,29 +182,6 @@ def test_a_limit_on_file_sizes_is_an_error_of_the_account(tmp_path: Path) -> Non
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
     with closing(RunReport(tmp_path, log=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
         assert len(report.history) == step - 1
-
-
-def test_events_that_cannot_be_written_are_told_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    logged: list[str] = []
-    with closing(RunReport(tmp_path, log=logged.append)) as report:
-        report.add(1, METRICS_OF_A_STEP, prompts=[])
-        shutil.rmtree(tmp_path / "tensorboard")
-        report.add(2, METRICS_OF_A_STEP, prompts=[])
-        report.amend({"eval/reward": 1.0})
-    (tmp_path / "tensorboard").touch()
-    RunReport(tmp_path, log=logged.append, resume_step=2).close()
-    assert [text.partition(" (")[0] for text in logged] == ["TensorBoard's events can no longer be written"] * 2
-    assert len(read_metrics(tmp_path)) == 2
-
-
-def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write_steps(tmp_path, range(1, 6))
-    write_steps(tmp_path, range(4, 6), resume_step=3)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(n, 0.5) for n in range(1, 6)]
 
 
 def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from hwrl.interfaces import PromptGroup, PromptTrace, Response, RunStatus, Span, TrackedRun, Tracker
 from hwrl.run.config import parse_config
-from hwrl.run.processes.actors import BatchInfo, LedgerActor
+from hwrl.run.ledger import BatchInfo, LedgerActor
 from hwrl.run.report import RunReport
-from hwrl.run.report.traces import StepTimes, finish_traces
+from hwrl.run.report.steps import StepTimes, finish_traces
 from hwrl.run.report.trackers import TrackerThread
 
 SPANS = (Span("lease", 10.0, 11.0), Span("generate", 11.0, 13.0, {"sample": 0}), Span("reward", 13.0, 14.0))

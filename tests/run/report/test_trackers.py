@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,8 +14,9 @@ import pytest
 
 from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
-from hwrl.run.config import Config, load_config
+from hwrl.run.config import TENSORBOARD, Config, load_config
 from hwrl.run.report import RunReport
+from hwrl.run.report.tensorboard import TensorboardTracker
 from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -207,7 +209,7 @@ def test_a_damaged_id_of_the_run_ends_no_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = configured(tmp_path, "report.trackers=[tensorboard,builtins:dict]")
     assert start_trackers(config, resume_step=3, log=logged.append) == []
-    assert len(logged) == 1 and "the trackers builtins:dict cannot start" in logged[0]
+    assert len(logged) == 1 and "the trackers tensorboard, builtins:dict cannot start" in logged[0]
 
 
 @pytest.mark.parametrize("calls", [1, 20_000])
@@ -305,3 +307,29 @@ def test_a_tracker_that_has_ended_is_dropped() -> None:
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         configured(tmp_path, *words)
+
+
+def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((0, range(1, 6)), (3, range(4, 6))):
+        thread = TrackerThread(
+            TENSORBOARD, TensorboardTracker, TrackedRun("0" * 32, "sorting", tmp_path, {}, resume_step), log=pytest.fail
+        )
+        for step in steps:
+            thread.log({"reward/mean": 0.5}, step=step)
+        thread.finish("finished")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(n, 0.5) for n in range(1, 6)]
+
+
+def test_events_that_cannot_be_written_are_an_error_of_their_tracker(tmp_path: Path) -> None:
+    tracker = TensorboardTracker()
+    tracker.start(TrackedRun("0" * 32, "sorting", tmp_path, {}, 0))
+    shutil.rmtree(tmp_path / "tensorboard")
+    with pytest.raises(OSError):
+        tracker.log({"reward/mean": 0.5}, step=1)
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(OSError):
+        TensorboardTracker().start(TrackedRun("0" * 32, "sorting", tmp_path, {}, 1))

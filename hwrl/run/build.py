@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import transformers.modeling_utils  # noqa: F401 - every model imports it; imported here, it counts as a large import
 
 from hwrl.checkpoint import CheckpointManager
@@ -16,14 +15,13 @@ from hwrl.comm import Comm, Group, PrefixStore, Store, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
-from hwrl.models import (
-    load_generation_config,
-    vocabulary_size,
-)
+from hwrl.models import load_generation_config, load_tokenizer, use_chat_template, vocabulary_size
 from hwrl.rollout import (
     HERMES,
     INCARNATION,
     AdapterUpdater,
+    ChatTokens,
+    DataKeys,
     EmbeddedEngine,
     EngineModels,
     LedgerClient,
@@ -31,6 +29,10 @@ from hwrl.rollout import (
     ModelLink,
     ModelUpdater,
     NoRewards,
+    Prompt,
+    Prompts,
+    PromptSet,
+    PromptStream,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
@@ -43,12 +45,22 @@ from hwrl.rollout import (
     load_workflow,
     parse_tool_calls,
 )
-from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
+from hwrl.run.config import EMBEDDED, FSDP, Config, DataSetConfig
+from hwrl.run.identity import (
+    ADVANTAGE,
+    CURRICULUM,
+    EVAL,
+    LOSS,
+    REWARD,
+    TEMPLATE,
+    TRAIN,
+    WORKFLOW,
+    RunInputs,
+    data_key,
+)
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.prompts import training_prompts
-from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
+from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,
     AsyncTrainer,
@@ -72,12 +84,6 @@ _LOCK_WAIT_S = 150.0
 """How long a trainer waits for the checkpoints' lock. The trainer before it may be on a host that was cut off. Ray's
 process there ends it when it meets the cluster again, or a minute after it lost it; a file server takes up to 90 s more
 to free the locks of a client that it cannot reach."""
-
-
-def prepare_process(*, threads: int, device: int = 0) -> None:
-    """Make ``device``, an index among the visible ones, the current device; compute with ``threads`` host threads."""
-    torch.set_num_threads(threads)
-    get_backend().set_device(device)
 
 
 # -- a replica ------------------------------------------------------------------------------------------------------
@@ -253,6 +259,63 @@ def _eos_ids(model_directory: Path, tokenizer: Any) -> list[int]:
             fix="set eos_token_id in the model directory's generation_config.json and tokenizer files",
         )
     return sorted(ids)
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
+    """Return the model's tokenizer, set to the run's chat template and its options. All parts of a replica use it.
+
+    Raises ConfigError if one of ``data.chat_template_kwargs`` has no effect.
+    """
+    tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
+    if config.data.chat_template_file is not None:
+        template = inputs.read(TEMPLATE).decode()
+    use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
+    return tokenizer
+
+
+def training_prompts(config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> PromptStream:
+    """Return the stream of prompts to train on. With ``check``, tokenise all now, and raise DataError for a bad one."""
+    loaded = [_load(config, inputs, tokenizer, key=TRAIN, data_set=one, check=check) for one in config.data.train_sets]
+    sets = [
+        PromptSet(one.name, prompts, one.weight) for one, prompts in zip(config.data.train_sets, loaded, strict=True)
+    ]
+    target = config.data.curriculum
+    curriculum = None if target is None else load_function(target, key=CURRICULUM, source=inputs.source(CURRICULUM))
+    return PromptStream(sets, seed=config.seed, curriculum=curriculum)
+
+
+class EvaluationPrompts:
+    """The evaluation prompts of all sets, one set after another; none without evaluation data."""
+
+    def __init__(self, config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> None:
+        sets = [_load(config, inputs, tokenizer, key=EVAL, data_set=one, check=check) for one in config.data.eval_sets]
+        self._places = [(one, row) for one in sets for row in range(len(one))[: config.eval.prompts]]
+
+    def part(self, part: int, parts: int) -> list[Prompt]:
+        """Return part number ``part`` of ``parts`` equal parts."""
+        return [prompts[row] for prompts, row in self._places[part::parts]]
+
+
+def _load(
+    config: Config, inputs: RunInputs, tokenizer: Any, *, key: str, data_set: DataSetConfig, check: bool
+) -> Prompts:
+    chat = ChatTokens(tokenizer, end_ids=(), max_length=config.data.max_prompt_tokens)
+    prompts = Prompts(
+        data_set.path,
+        content=inputs.read_data(data_key(key, data_set.name)),
+        encode=chat.encode_prompt,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        vocabulary=vocabulary_size(config.model.path),
+        keys=DataKeys(*config.data.keys_of(data_set)),
+        source=data_set.name,
+    )
+    if check:
+        for _ in prompts:
+            pass
+    return prompts
 
 
 # -- a trainer rank -------------------------------------------------------------------------------------------------

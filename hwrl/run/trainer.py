@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError
 
-from hwrl.checkpoint import rng_state, set_rng_state
+from hwrl.checkpoint import rng_state, set_rng_state, share_lock
 from hwrl.comm import connect_store, is_on_loopback
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
@@ -18,27 +19,41 @@ from hwrl.files import make_directory
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import decode_text
 from hwrl.run.config import Config
-from hwrl.run.identity import RunInputs
-from hwrl.run.plan import check_rank
-from hwrl.run.processes.actors import RestoredRun, StepOutcome
-from hwrl.run.processes.build import (
-    build_algorithm,
-    build_checkpoints,
-    build_co_senders,
-    build_engines,
-    build_sender,
-    build_trainer,
-    join_ranks,
-)
-from hwrl.run.processes.prompts import run_tokenizer
-from hwrl.run.processes.settings import compute_dtype
-from hwrl.run.processes.step_profile import PROFILES, StepProfile
+from hwrl.run.remote import ProcessSetup
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import MODEL_DIRECTORY
 from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
+from hwrl.run.settings import compute_dtype
+from hwrl.run.step_profile import PROFILES, StepProfile
 from hwrl.train import move_metrics
 from hwrl.weights import SharedWeights, SyncReport, TransportName
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of a training step: its metrics, and a few of its trajectories as text (only from rank 0).
+
+    ``profile`` is a message about the profile, if this step was the last one of it.
+    """
+
+    metrics: Metrics
+    samples: list[Sample]
+    profile: str | None = None
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """The driver's part of a loaded checkpoint.
+
+    ``ledger`` is the ledger's state. ``skipped`` has the path of each unusable newer checkpoint, with the reason.
+    ``changed`` has a sentence for each input file that has changed since the checkpoint and may change.
+    """
+
+    step: int
+    ledger: dict[str, Any]
+    skipped: list[tuple[str, str]]
+    changed: list[str]
 
 
 class TrainerRank:
@@ -48,36 +63,48 @@ class TrainerRank:
     The constructor waits for the other ranks.
     """
 
+    ALLOCATES: ClassVar[dict[str, str]] = {
+        "__init__": "the trainer",
+        "restore": "the checkpoint",
+        "send_weights": "the transfer of weights",
+        "publish_last_weights": "the transfer of weights",
+        "step": "a training step",
+        "finish_profile": "the profile",
+        "save": "the copy for a checkpoint",
+        "export_model": "the export of the model",
+        "close": "the end of the trainer",
+    }
+
     def __init__(
-        self,
-        config: Config,
-        *,
-        inputs: RunInputs,
-        rank: int,
-        store_address: str,
-        incarnation: int,
-        transport: TransportName,
-        senders: int = 1,
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
     ) -> None:
+        from hwrl.run import build  # it imports transformers, and the driver imports this module
+        from hwrl.run.plan import check_rank
+
+        config, inputs = setup.config, setup.inputs
+        if setup.lock is not None:
+            share_lock(config.dir, setup.lock)
         self._config, self._inputs, self._rank = config, inputs, rank
-        store = connect_store(store_address)
-        self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
+        store = connect_store(setup.store_address)
+        self._group = build.join_ranks(config, store, rank=rank, incarnation=incarnation)
         check_rank(config, get_backend(), rank=rank, alone=is_on_loopback(store))
-        algorithm = build_algorithm(config, inputs)
-        self._engines = build_engines(config, group=self._group, algorithm=algorithm)
+        algorithm = build.build_algorithm(config, inputs)
+        self._engines = build.build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy
         self._sender = (
-            build_sender(config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation)
+            build.build_sender(
+                config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation
+            )
             if rank == 0
             else None
         )
-        self._co_senders = build_co_senders(store) if rank and senders > 1 else {}
-        self._trainer = build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
-        self._checkpoints = build_checkpoints(config, group=self._group)
+        self._co_senders = build.build_co_senders(store) if rank and senders > 1 else {}
+        self._trainer = build.build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
+        self._checkpoints = build.build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._further_versions = 0  # after the trainer's own
         self._profile = _profile_of(config) if rank == 0 else None
-        self._tokenizer = run_tokenizer(config, inputs) if rank == 0 else None
+        self._tokenizer = build.run_tokenizer(config, inputs) if rank == 0 else None
         self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
     # -- training and weights --------------------------------------------------------------------------------------
@@ -98,7 +125,8 @@ class TrainerRank:
         metrics = {**trained.metrics, **critic, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
         summed = {name: metrics.get(name, 0.0) + value for name, value in earlier.items()}
-        return StepOutcome({**metrics, **summed}, samples)
+        ends_profile = self._profile is not None and self._profile.last == self._trainer.steps_done
+        return StepOutcome({**metrics, **summed}, samples, self.finish_profile() if ends_profile else None)
 
     def _pick_samples(self, groups: Sequence[PromptGroup]) -> list[Sample]:
         if self._tokenizer is None or not self._config.report.samples_per_step:
@@ -161,9 +189,8 @@ class TrainerRank:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    @property
     def finished_step(self) -> int | None:
-        """The step whose result the models have; None if they have changed only in part since then."""
+        """Return the step whose result the models have; None if they have changed only in part since then."""
         return self._trainer.finished_step
 
     @property

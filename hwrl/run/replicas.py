@@ -15,15 +15,26 @@ from hwrl.errors import EngineError, HwrlError, InputChangedError, first_line
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceReport
 from hwrl.run.config import Config
-from hwrl.run.fleet.monitor import ProcessMonitor
-from hwrl.run.fleet.restarts import RestartPlan
-from hwrl.run.fleet.run_ledger import DriverLedger
-from hwrl.run.fleet.sharded_evaluation import ShardedEvaluation
-from hwrl.run.processes.actors import ForgottenReplica, ProcessSetup
-from hwrl.run.processes.answers import DEATH_ERRORS, Answer, value_of, why_died, why_ended
-from hwrl.run.processes.handles import ReplicaHandle
+from hwrl.run.evaluation import ShardedEvaluation
+from hwrl.run.ledger import ForgottenReplica, LedgerActor, RunLedger
+from hwrl.run.monitor import ProcessMonitor
+from hwrl.run.remote import (
+    DEATH_ERRORS,
+    Answer,
+    ProcessSetup,
+    Remote,
+    RolloutActor,
+    value_of,
+    why_died,
+    why_ended,
+)
+from hwrl.run.replica import Replica
 from hwrl.run.report import EventLog
 
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_MOST_DOUBLINGS = 10
+"""Enough for the longest pause. 2.0 to the power of a large number of deaths raises OverflowError."""
 _TRANSFERS_IN_A_TURN = 4
 """The maximum number of weight transfers in one turn of a rollouter's loop."""
 _NUMBER, _CAUSE_CHARACTERS = re.compile(r"0x[0-9a-f]+|\d+"), 100
@@ -33,9 +44,60 @@ _SEEDS = 1 << 31
 """Seeds are smaller than this number: every library accepts them."""
 
 
+class RestartPlan:
+    """Counts the consecutive deaths of each replica, and has the time of its next start.
+
+    A process that has finished a prompt before its death resets the count, unless it died like the process before it,
+    and had taken new weights no more than once: then it dies at each update. The first restart is immediate. The pauses
+    before the next ones are 1, 2, 4, ... seconds, at most 60: an exponential backoff, so that a crash loop costs
+    little. After ``limit`` consecutive restarts the replica is given up. ``clock`` returns seconds.
+    """
+
+    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._deaths: Counter[str] = Counter()
+        self._due_s: dict[str, float] = {}
+        self._cause_of: dict[str, str] = {}  # of the last death
+
+    def add_death(self, name: str, *, finished: bool, updates: int = 0, cause: str = "") -> float | None:
+        """Count a death of the replica ``name``; ``finished`` says whether this process had finished a prompt.
+
+        ``updates`` is the number of times that it had taken new weights, its first ones included.
+        Returns the pause before the restart in seconds; None if the replica is given up.
+        """
+        again = bool(cause) and cause == self._cause_of.get(name) and updates <= 1
+        self._cause_of[name] = cause
+        deaths = self._deaths[name] = 1 if finished and not again else self._deaths[name] + 1
+        if deaths > self._limit:
+            self.forget(name)
+            return None
+        doublings = min(deaths - 2, _MOST_DOUBLINGS)
+        pause_s = min(_FIRST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S) if deaths > 1 else 0.0
+        self._due_s[name] = self._clock() + pause_s
+        return pause_s
+
+    @property
+    def paused(self) -> set[str]:
+        """The replicas in the pause between a death and a restart."""
+        return set(self._due_s)
+
+    def take_due(self) -> list[str]:
+        """Return the replicas whose pause is over, and remove them from :attr:`paused`. The caller starts them."""
+        due = [name for name, due_s in self._due_s.items() if due_s <= self._clock()]
+        for name in due:
+            del self._due_s[name]
+        return due
+
+    def forget(self, name: str) -> None:
+        """Forget all deaths of ``name``: a new replica with this name starts with a count of 0."""
+        self._deaths.pop(name, None)
+        self._cause_of.pop(name, None)
+        self._due_s.pop(name, None)
+
+
 @dataclass(frozen=True)
-class _Replica:
-    handle: ReplicaHandle
+class _Process:
+    remote: Remote[Replica]
     replica_id: str  # of this process; a replacement has the same name and another id
     is_initial: bool  # it started with the run: an error during its setup ends the run
     started_s: float
@@ -59,7 +121,7 @@ class Replicas:
         config: Config,
         *,
         devices: RunDevices,
-        ledger: DriverLedger,
+        ledger: RunLedger,
         monitor: ProcessMonitor,
         setup_of: Callable[[str], ProcessSetup],
         seed: int,
@@ -73,7 +135,7 @@ class Replicas:
         self._restarts = RestartPlan(config.rollout.max_restarts)
         self._wanted: list[str] = []  # the names of the replicas that should run, starting and paused ones included
         self._minimum = config.rollout.min_replicas or config.rollout.replicas
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _Process] = {}
         self._starting: dict[Answer[DeviceReport | None], str] = {}
         self._starts = 0
         self.deaths: Counter[str] = Counter()
@@ -132,7 +194,7 @@ class Replicas:
                 raise
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
-        self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
+        self._replicas[name] = dataclasses.replace(replica, run=replica.remote.call(Replica.run))
         if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
             self._log_scale(f"rollout {name} joined after {took_s:.1f} s; {len(self._running())} replicas run now")
@@ -149,15 +211,15 @@ class Replicas:
         """Start a process for the replica ``name``, with a new replica id."""
         start, self._starts = self._starts, self._starts + 1
         replica_id = f"{name}#{start}"
-        handle = ReplicaHandle(**self._devices.ray_options(name))
-        self._replicas[name] = _Replica(handle, replica_id, is_initial=is_initial, started_s=time.monotonic())
-        self._monitor.watch(name, handle)
-        set_up = handle.set_up(
+        remote = Remote[Replica](RolloutActor, max_concurrency=4, **self._devices.ray_options(name))
+        self._replicas[name] = _Process(remote, replica_id, is_initial=is_initial, started_s=time.monotonic())
+        self._monitor.watch(name, remote)
+        set_up = remote.set_up(
             self._setup_of(name),
-            replica=name,
+            name=name,
             replica_id=replica_id,
             seed=(self._seed + 1009 * start) % _SEEDS,
-            ledger=self._ledger.handle,
+            ledger=self._ledger.remote,
         )
         self._starting[set_up] = name
 
@@ -213,9 +275,9 @@ class Replicas:
         self._devices.forget(name)
         self._starting = {answer: other for answer, other in self._starting.items() if other != name}
         self._monitor.forget(name)
-        replica.handle.kill()
+        replica.remote.kill()
         self._withdraw(name)
-        return self._ledger.forget(replica.replica_id)
+        return self._ledger.ask(LedgerActor.forget, replica.replica_id)
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -268,7 +330,7 @@ class Replicas:
         self._restarts.forget(name)
         if self._is_running(name):
             replica = self._replicas[name] = dataclasses.replace(self._replicas[name], is_leaving=True)
-            replica.handle.leave()
+            replica.remote.call(Replica.leave)
             return
         if name in self._replicas:
             self._remove(name)
@@ -297,7 +359,7 @@ class Replicas:
         stuck, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
         turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
-        overdue = self._ledger.expire_overdue()
+        overdue = self._ledger.ask(LedgerActor.expire_overdue)
         for name, replica in list(self._replicas.items()):
             if self._awaits_devices(name):  # the limit for its setup starts when it has devices
                 self._replicas[name] = replica = dataclasses.replace(replica, started_s=now_s)
@@ -333,12 +395,12 @@ class Replicas:
             return None
         limit_s = self._config.timeouts.evaluation_s
         self._evaluation = ShardedEvaluation(
-            self._running_handles, staying=self.running_ids, limit_s=limit_s, alone=alone
+            self._running_remotes, staying=self.running_ids, limit_s=limit_s, alone=alone
         )
         return self._evaluation
 
-    def _running_handles(self) -> dict[str, ReplicaHandle]:
-        return {replica.replica_id: replica.handle for replica in self._replicas.values() if replica.run is not None}
+    def _running_remotes(self) -> dict[str, Remote[Replica]]:
+        return {replica.replica_id: replica.remote for replica in self._replicas.values() if replica.run is not None}
 
     @property
     def running(self) -> int:
@@ -359,10 +421,10 @@ class Replicas:
     def begin_stop(self) -> list[Answer[None]]:
         """Tell all replicas to stop; return the answers to wait for."""
         for replica in self._replicas.values():
-            replica.handle.stop()
+            replica.remote.call(Replica.stop)
         return [replica.run for replica in self._replicas.values() if replica.run is not None]
 
     def kill(self) -> None:
         """Kill the processes."""
         for replica in self._replicas.values():
-            replica.handle.kill()
+            replica.remote.kill()

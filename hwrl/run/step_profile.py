@@ -23,7 +23,7 @@ class StepProfile:
     """
 
     def __init__(self, first: int, last: int, *, directory: Path) -> None:
-        self._first, self._last, self._directory = first, last, directory
+        self._first, self.last, self._directory = first, last, directory
         self._profiler: torch.profiler.profile | None = None
         self._recorded: list[int] = []
         self._outcome: str | None = None
@@ -31,11 +31,11 @@ class StepProfile:
     @contextlib.contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """Record the block as ``step`` if the step is in the range. Write the file after the last step of the range."""
-        if self._first <= step <= self._last and self._outcome is None:
+        if self._first <= step <= self.last and self._outcome is None:
             self._start()
             self._recorded.append(step)
         yield
-        if step == self._last:
+        if step == self.last:
             self._write()
 
     def finish(self) -> str | None:
