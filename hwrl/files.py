@@ -153,7 +153,8 @@ def open_to_read(path: Path, *, max_nbytes: int | None = None, follow_links: boo
 def read_file(path: Path, *, max_nbytes: int, follow_links: bool = False) -> bytes:
     """Return the content of ``path``, which must be as :func:`open_to_read` says."""
     with open_to_read(path, max_nbytes=max_nbytes, follow_links=follow_links) as file:
-        return file.read(max_nbytes)
+        likely_nbytes = os.fstat(file.fileno()).st_size + 2**20  # Python reserves memory for all that is asked for
+        return file.read(min(max_nbytes, likely_nbytes))
 
 
 def open_regular(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,12 @@ def pytest_configure(config: pytest.Config) -> None:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         node = os.environ["NPUSIM_NODE"] = f"/dev/shm/npusim-{os.getuid()}-{worker}-{os.getpid()}"
         config.add_cleanup(lambda: Path(node).unlink(missing_ok=True))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fail a test that leaves torch without gradients: every later test of the process would compute without them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail(f"{item.nodeid} leaves torch with gradients switched off")

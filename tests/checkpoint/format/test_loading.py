@@ -1,5 +1,6 @@
 """A load that fails for another reason than damage names this reason."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,34 @@ from hwrl_cpu import INFO, CpuBackend
 BACKEND = CpuBackend(INFO)
 
 
-def _remove(data: Path) -> None:
+def _remove(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data.unlink()
 
 
-def _break_disk(data: Path) -> None:
-    data.unlink()
-    data.symlink_to("/proc/self/mem")  # no memory is mapped at such low addresses, so every read fails
+def _break_disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every read fail: no memory is mapped at the low addresses of ``/proc/self/mem``, a regular file."""
+    real = os.open
+
+    def open_broken(path: Any, *args: Any, **kwargs: Any) -> int:
+        return real("/proc/self/mem" if os.fspath(path) == os.fspath(data) else path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_broken)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(_remove, "No such file or directory: .*__0_0"), (_break_disk, "Input/output error: .*step_1")],
 )
-def test_an_error_of_the_disk_is_not_called_damage(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+def test_an_error_of_the_disk_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, pytest.MonkeyPatch], None], reason: str
+) -> None:
     state = {"weight": torch.ones(64)}
     with CheckpointManager(tmp_path, backend=BACKEND) as manager:
         manager.save(1, state)
     info = inspect_checkpoint(tmp_path / "global_step_1")
     reader = LayoutReader(info)
     load = plan_load(info, reader, reader.read_metadata(), state)
-    change(info.path / "__0_0.distcp")
+    change(info.path / "__0_0.distcp", monkeypatch)
     with pytest.raises(CheckpointError, match=reason) as caught:
         load.run()
     assert not isinstance(caught.value, CheckpointCorruptError)
