@@ -100,6 +100,16 @@ def until(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
+def copied(folder: Path, copy: Path) -> bool:
+    """Copy ``folder``; return False, and leave no copy, if a draft in it became a file meanwhile."""
+    try:
+        shutil.copytree(folder, copy)
+    except shutil.Error:
+        shutil.rmtree(copy)
+        return False
+    return True
+
+
 class Run:
     """The driver of verl with an actor and a critic; both keep one checkpoint."""
 
@@ -165,7 +175,8 @@ def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(
     def is_killed_here() -> None:
         """Keep what a kill would leave now; nothing may be lost of the step before."""
         assert run.tracked() == "1" and 1 in run.steps("actor") and 1 in run.steps("critic")
-        copies.append(Path(shutil.copytree(run.folder, tmp_path / f"killed_{len(copies)}")))
+        copies.append(tmp_path / f"killed_{len(copies)}")
+        assert until(lambda: copied(run.folder, copies[-1]))
 
     run.save_all(1)
     run.save("actor", 2)
