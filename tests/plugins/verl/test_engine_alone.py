@@ -101,9 +101,10 @@ def until(is_so: Callable[[], bool]) -> bool:
 
 
 def copied(folder: Path, copy: Path) -> bool:
-    """Copy ``folder``; return False, and leave no copy, if a draft in it became a file meanwhile."""
+    """Make a ``copy`` of ``folder`` once; return False, and leave none, if a draft there became a file meanwhile."""
     try:
-        shutil.copytree(folder, copy)
+        if not copy.exists():
+            shutil.copytree(folder, copy)
     except shutil.Error:
         shutil.rmtree(copy)
         return False
