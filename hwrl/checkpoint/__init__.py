@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hwrl.checkpoint.directory.checkpoint_directory import (
+    from hwrl.checkpoint.directory import (
         TRACKER_NAME,
         CheckpointDirectory,
         broken_checkpoints,
         has_saves,
         unfinished_saves,
     )
-    from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-    from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner, read_lock, share_lock
-    from hwrl.checkpoint.format.copies import copy_for_torch
-    from hwrl.checkpoint.format.loading import SavedTensors, read_tensors
-    from hwrl.checkpoint.format.manifest import (
+    from hwrl.checkpoint.durable import DurableFS, FileRecord
+    from hwrl.checkpoint.export import copy_for_torch
+    from hwrl.checkpoint.join import join_parts
+    from hwrl.checkpoint.load import SavedTensors, read_tensors
+    from hwrl.checkpoint.lock import DirectoryLock, find_owner, read_lock, share_lock
+    from hwrl.checkpoint.manager import CheckpointManager, SaveReport
+    from hwrl.checkpoint.manifest import (
         EXTRA_NAME,
         CheckpointInfo,
         Manifest,
@@ -34,48 +36,46 @@ if TYPE_CHECKING:
         step_name,
         verify_files,
     )
-    from hwrl.checkpoint.format.shards import LocalShards
-    from hwrl.checkpoint.join import join_parts
-    from hwrl.checkpoint.manager import CheckpointManager, SaveReport
     from hwrl.checkpoint.parts import parameter_names
     from hwrl.checkpoint.resume import Resumed
     from hwrl.checkpoint.rng import rng_state, set_rng_state
-    from hwrl.checkpoint.saving.tuning import SaveTuning
+    from hwrl.checkpoint.shards import LocalShards
+    from hwrl.checkpoint.tuning import SaveTuning
 
 _MODULE_OF = {
-    "EXTRA_NAME": "format.manifest",
-    "TRACKER_NAME": "directory.checkpoint_directory",
-    "CheckpointDirectory": "directory.checkpoint_directory",
-    "CheckpointInfo": "format.manifest",
+    "EXTRA_NAME": "manifest",
+    "TRACKER_NAME": "directory",
+    "CheckpointDirectory": "directory",
+    "CheckpointInfo": "manifest",
     "CheckpointManager": "manager",
-    "DirectoryLock": "directory.lock",
-    "DurableFS": "directory.durable",
-    "FileRecord": "directory.durable",
-    "LocalShards": "format.shards",
-    "Manifest": "format.manifest",
+    "DirectoryLock": "lock",
+    "DurableFS": "durable",
+    "FileRecord": "durable",
+    "LocalShards": "shards",
+    "Manifest": "manifest",
     "Resumed": "resume",
     "SaveReport": "manager",
-    "SaveTuning": "saving.tuning",
-    "SavedTensors": "format.loading",
-    "Skipped": "format.manifest",
-    "broken_checkpoints": "directory.checkpoint_directory",
-    "copy_for_torch": "format.copies",
-    "corrupt_error": "format.manifest",
-    "find_checkpoints": "format.manifest",
-    "find_owner": "directory.lock",
-    "has_saves": "directory.checkpoint_directory",
-    "hold_for_reading": "format.manifest",
+    "SaveTuning": "tuning",
+    "SavedTensors": "load",
+    "Skipped": "manifest",
+    "broken_checkpoints": "directory",
+    "copy_for_torch": "export",
+    "corrupt_error": "manifest",
+    "find_checkpoints": "manifest",
+    "find_owner": "lock",
+    "has_saves": "directory",
+    "hold_for_reading": "manifest",
     "join_parts": "join",
     "parameter_names": "parts",
-    "read_extra": "format.manifest",
-    "read_lock": "directory.lock",
-    "read_tensors": "format.loading",
+    "read_extra": "manifest",
+    "read_lock": "lock",
+    "read_tensors": "load",
     "rng_state": "rng",
     "set_rng_state": "rng",
-    "share_lock": "directory.lock",
-    "step_name": "format.manifest",
-    "unfinished_saves": "directory.checkpoint_directory",
-    "verify_files": "format.manifest",
+    "share_lock": "lock",
+    "step_name": "manifest",
+    "unfinished_saves": "directory",
+    "verify_files": "manifest",
 }
 
 __all__ = [

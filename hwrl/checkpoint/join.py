@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
-from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.format.copies import copy_files
-from hwrl.checkpoint.format.loading import read_entries
-from hwrl.checkpoint.format.manifest import (
+from hwrl.checkpoint.directory import CheckpointDirectory, draft_path
+from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.export import copy_files
+from hwrl.checkpoint.load import read_entries
+from hwrl.checkpoint.manifest import (
     EXTRA_NAME,
     LAYOUT_NAME,
     CheckpointInfo,
@@ -22,7 +22,7 @@ from hwrl.checkpoint.format.manifest import (
     read_extra,
     verify_files,
 )
-from hwrl.checkpoint.format.seal import seal
+from hwrl.checkpoint.seal import seal
 from hwrl.errors import CheckpointNotFoundError, CheckpointSaveError
 
 _REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)

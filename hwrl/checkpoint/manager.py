@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, os_errors_as_checkpoint_errors
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.format.extra import copy_extra
-from hwrl.checkpoint.format.loading import SavedTensors
-from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints
+from hwrl.checkpoint.agreement import agreement_of
+from hwrl.checkpoint.directory import CheckpointDirectory, os_errors_as_checkpoint_errors
+from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.extra import copy_extra
+from hwrl.checkpoint.inventory import gather_inventory
+from hwrl.checkpoint.load import SavedTensors
+from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints
+from hwrl.checkpoint.nodes import find_own_node
 from hwrl.checkpoint.parts import make_template, require_parts, restore, take_state
 from hwrl.checkpoint.resume import Resumed, Resumer
 from hwrl.checkpoint.rng import rng_state, set_rng_state
-from hwrl.checkpoint.saving.agreement import agreement_of
-from hwrl.checkpoint.saving.inventory import gather_inventory
-from hwrl.checkpoint.saving.nodes import find_own_node
-from hwrl.checkpoint.saving.save import Saver
-from hwrl.checkpoint.saving.stages import CapturedSave
-from hwrl.checkpoint.saving.staging import StagingMemory
-from hwrl.checkpoint.saving.state import CapturedState, capture_state
-from hwrl.checkpoint.saving.tuning import SaveTuning
+from hwrl.checkpoint.save import Saver
+from hwrl.checkpoint.stages import CapturedSave
+from hwrl.checkpoint.staging import StagingMemory
+from hwrl.checkpoint.state import CapturedState, capture_state
+from hwrl.checkpoint.tuning import SaveTuning
 from hwrl.comm import Group
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the planner uses the same names
 
-from hwrl.checkpoint.format.loading import SavedTensors, require_all_wanted
-from hwrl.checkpoint.format.manifest import (
+from hwrl.checkpoint.agreement import Agreement, Message
+from hwrl.checkpoint.inventory import Inventory
+from hwrl.checkpoint.load import SavedTensors, require_all_wanted
+from hwrl.checkpoint.manifest import (
     CheckpointInfo,
     Skipped,
     corrupt_error,
@@ -21,11 +23,9 @@ from hwrl.checkpoint.format.manifest import (
     step_name,
     verify_files,
 )
-from hwrl.checkpoint.format.planners import duplicate_names_as
-from hwrl.checkpoint.saving.agreement import Agreement, Message
-from hwrl.checkpoint.saving.inventory import Inventory
-from hwrl.checkpoint.saving.nodes import Node
-from hwrl.checkpoint.saving.state import require_storage
+from hwrl.checkpoint.nodes import Node
+from hwrl.checkpoint.planners import duplicate_names_as
+from hwrl.checkpoint.state import require_storage
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.interfaces import Backend
 

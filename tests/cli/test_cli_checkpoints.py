@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock
-from hwrl.checkpoint.format.manifest import hold_for_reading
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
+from hwrl.checkpoint.manifest import hold_for_reading
 from hwrl.cli import main
 from hwrl.models import build_model, load_model
 from hwrl.run.demo import write_demo

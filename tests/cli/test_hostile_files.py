@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.checkpoint.directory.durable import FileRecord
-from hwrl.checkpoint.format.manifest import Manifest
+from hwrl.checkpoint.durable import FileRecord
+from hwrl.checkpoint.manifest import Manifest
 from hwrl.cli import main
 from hwrl.errors import ConfigError, DataError, HwrlError
 from hwrl.output import printable

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.format.shards import local_tensors
+from hwrl.checkpoint.shards import local_tensors
 from hwrl.comm import Comm, PrefixStore, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.format.manifest import verify_files
 from hwrl.checkpoint.join import join_parts
+from hwrl.checkpoint.manifest import verify_files
 from hwrl.comm import Group
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import run_processes

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hwrl.checkpoint.directory.durable import DurableFS
+from hwrl.checkpoint.durable import DurableFS
 
 Json = dict[str, Any]
 StatePath = tuple[str | int, ...]

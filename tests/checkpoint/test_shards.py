@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, Manifest, SaveTuning
-from hwrl.checkpoint.format.loading import LayoutReader, plan_load
-from hwrl.checkpoint.format.seal import seal
-from hwrl.checkpoint.saving.staging import StagingMemory
-from hwrl.checkpoint.saving.state import capture_state
+from hwrl.checkpoint.load import LayoutReader, plan_load
+from hwrl.checkpoint.seal import seal
+from hwrl.checkpoint.staging import StagingMemory
+from hwrl.checkpoint.state import capture_state
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 from hwrl_cpu import INFO, CpuBackend
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.lock import PATIENCE_S, DirectoryLock
-from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
+from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.lock import PATIENCE_S, DirectoryLock
+from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
 from hwrl.errors import CheckpointError
 from hwrl.files import LOST, read_file
 

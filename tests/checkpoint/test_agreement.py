@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
-from hwrl.checkpoint.format.manifest import corrupt_error, inspect_checkpoint
-from hwrl.checkpoint.saving import agreement as agreement_module
-from hwrl.checkpoint.saving.agreement import Agreement, Message
+from hwrl.checkpoint import agreement as agreement_module
+from hwrl.checkpoint.agreement import Agreement, Message
+from hwrl.checkpoint.manifest import corrupt_error, inspect_checkpoint
 from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.memory import Offloader

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hwrl.checkpoint.format.layout import StatePath
-from hwrl.checkpoint.format.planners import SafeSavePlanner, duplicate_names_as
-from hwrl.checkpoint.format.shards import LocalKey, LocalShards, Offset, local_tensors
-from hwrl.checkpoint.format.split import split_item
-from hwrl.checkpoint.saving.staging import StagingMemory
+from hwrl.checkpoint.layout import StatePath
+from hwrl.checkpoint.planners import SafeSavePlanner, duplicate_names_as
+from hwrl.checkpoint.shards import LocalKey, LocalShards, Offset, local_tensors
+from hwrl.checkpoint.split import split_item
+from hwrl.checkpoint.staging import StagingMemory
 from hwrl.errors import CheckpointSaveError, MemoryStateError
 from hwrl.interfaces import LentState, LentTensor, OffloadedState
 from hwrl.memory import HostCopies

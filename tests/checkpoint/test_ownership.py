@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hwrl.checkpoint import TRACKER_NAME, CheckpointManager, DirectoryLock, DurableFS, find_checkpoints, share_lock
-from hwrl.checkpoint.directory.lock import LOCK_NAME, find_owner, read_lock
+from hwrl.checkpoint.lock import LOCK_NAME, find_owner, read_lock
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl_cpu import INFO, CpuBackend
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, os_errors_as_checkpoint_errors
-from hwrl.checkpoint.format.manifest import Manifest, find_checkpoints, step_of
-from hwrl.checkpoint.saving.agreement import Agreement, Message
+from hwrl.checkpoint.agreement import Agreement, Message
+from hwrl.checkpoint.directory import CheckpointDirectory, os_errors_as_checkpoint_errors
+from hwrl.checkpoint.manifest import Manifest, find_checkpoints, step_of
 from hwrl.files import require_owned
 
 

@@ -4,7 +4,7 @@ The stages are captured, agreed, planned, written, committed. Each is made from 
 captured state, which is released when this rank's files are written.
 
 Two kinds of leaders occur. Rank 0 leads all ranks. The node leader leads the ranks of one node: see
-:class:`~hwrl.checkpoint.saving.nodes.Node`. Rank 0 is also the leader of its node.
+:class:`~hwrl.checkpoint.nodes.Node`. Rank 0 is also the leader of its node.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Self
 
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hwrl.checkpoint.directory.durable import FileRecord
-from hwrl.checkpoint.format.layout import Json
-from hwrl.checkpoint.format.loading import SavedTensors
-from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest
-from hwrl.checkpoint.saving.agreement import Message
-from hwrl.checkpoint.saving.inventory import Inventory, NodeInventory
-from hwrl.checkpoint.saving.state import CapturedState, ItemPlan
+from hwrl.checkpoint.agreement import Message
+from hwrl.checkpoint.durable import FileRecord
+from hwrl.checkpoint.inventory import Inventory, NodeInventory
+from hwrl.checkpoint.layout import Json
+from hwrl.checkpoint.load import SavedTensors
+from hwrl.checkpoint.manifest import CheckpointInfo, Manifest
+from hwrl.checkpoint.state import CapturedState, ItemPlan
 
 Export = Callable[[Path, SavedTensors], object]
 """The caller's function that writes files for other readers: it gets an empty directory and the saved tensors."""

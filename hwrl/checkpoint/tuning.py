@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hwrl.checkpoint.format.split import MAX_ITEM_NBYTES
+from hwrl.checkpoint.split import MAX_ITEM_NBYTES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hwrl.checkpoint import CheckpointManager, LocalShards, SaveTuning
-from hwrl.checkpoint.format.split import split_item
+from hwrl.checkpoint.split import split_item
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting

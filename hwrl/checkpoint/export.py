@@ -7,11 +7,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
-from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.format.archive import require_stored
-from hwrl.checkpoint.format.layout import Json, write_torch_metadata
-from hwrl.checkpoint.format.loading import read_entries
-from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, hold_for_reading, verify_files
+from hwrl.checkpoint.archive import require_stored
+from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.layout import Json, write_torch_metadata
+from hwrl.checkpoint.load import read_entries
+from hwrl.checkpoint.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, hold_for_reading, verify_files
 
 
 def copy_files(

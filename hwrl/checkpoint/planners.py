@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
 
-from hwrl.checkpoint.format.layout import describe_saved
-from hwrl.checkpoint.format.manifest import Manifest
-from hwrl.checkpoint.format.shards import local_tensors
+from hwrl.checkpoint.layout import describe_saved
+from hwrl.checkpoint.manifest import Manifest
+from hwrl.checkpoint.shards import local_tensors
 from hwrl.errors import CheckpointError, CheckpointSaveError
 
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, find_checkpoints
-from hwrl.checkpoint.format.copies import copy_for_torch
-from hwrl.checkpoint.format.layout import are_disjoint
-from hwrl.checkpoint.format.manifest import hold_for_reading, inspect_checkpoint, verify_files
+from hwrl.checkpoint.export import copy_for_torch
+from hwrl.checkpoint.layout import are_disjoint
+from hwrl.checkpoint.manifest import hold_for_reading, inspect_checkpoint, verify_files
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend

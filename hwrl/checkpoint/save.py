@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import hwrl
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
-from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.format.layout import decode_plan, encode_items
-from hwrl.checkpoint.format.loading import SavedTensors
-from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest, step_name
-from hwrl.checkpoint.format.seal import seal
-from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.inventory import RankInventory, merge_inventories
-from hwrl.checkpoint.saving.nodes import Node
-from hwrl.checkpoint.saving.stages import (
+from hwrl.checkpoint.agreement import Agreement
+from hwrl.checkpoint.directory import CheckpointDirectory, draft_path
+from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.inventory import RankInventory, merge_inventories
+from hwrl.checkpoint.layout import decode_plan, encode_items
+from hwrl.checkpoint.load import SavedTensors
+from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, step_name
+from hwrl.checkpoint.nodes import Node
+from hwrl.checkpoint.seal import seal
+from hwrl.checkpoint.stages import (
     AgreedSave,
     Assignment,
     CapturedSave,
@@ -39,9 +39,9 @@ from hwrl.checkpoint.saving.stages import (
     SaveRequest,
     WrittenSave,
 )
-from hwrl.checkpoint.saving.state import CapturedStateReader, plan_items
-from hwrl.checkpoint.saving.tensor_files import write_tensor_files
-from hwrl.checkpoint.saving.tuning import SaveTuning
+from hwrl.checkpoint.state import CapturedStateReader, plan_items
+from hwrl.checkpoint.tensor_files import write_tensor_files
+from hwrl.checkpoint.tuning import SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 from hwrl.files import LOST
 

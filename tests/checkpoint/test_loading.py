@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.checkpoint.format.loading import LayoutReader, plan_load
-from hwrl.checkpoint.format.manifest import inspect_checkpoint
+from hwrl.checkpoint.load import LayoutReader, plan_load
+from hwrl.checkpoint.manifest import inspect_checkpoint
 from hwrl.errors import CheckpointCorruptError, CheckpointError, DeviceMemoryError
 from hwrl_cpu import INFO, CpuBackend
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.format.layout import Json, require_readable, write_torch_metadata
-from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
+from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.layout import Json, require_readable, write_torch_metadata
+from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 
 
 def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> Manifest:

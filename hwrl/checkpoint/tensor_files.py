@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.format.layout import Json, encode_entry
-from hwrl.checkpoint.saving.state import CapturedStateReader, ItemPlan
-from hwrl.checkpoint.saving.tuning import SaveTuning
+from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.layout import Json, encode_entry
+from hwrl.checkpoint.state import CapturedStateReader, ItemPlan
+from hwrl.checkpoint.tuning import SaveTuning
 
 _ResultT = TypeVar("_ResultT")
 

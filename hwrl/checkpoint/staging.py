@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from hwrl.checkpoint.format.shards import LocalKey
-from hwrl.checkpoint.saving.read_buffers import ReadBuffers
-from hwrl.checkpoint.saving.tuning import SaveTuning
+from hwrl.checkpoint.read_buffers import ReadBuffers
+from hwrl.checkpoint.shards import LocalKey
+from hwrl.checkpoint.tuning import SaveTuning
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import Backend, Capability, StreamLike
 from hwrl.memory import PinnedPool

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hwrl.checkpoint.directory.checkpoint_directory import DRAFT_PREFIX, os_errors_as_checkpoint_errors
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.saving.agreement import Agreement, Message
+from hwrl.checkpoint.agreement import Agreement, Message
+from hwrl.checkpoint.directory import DRAFT_PREFIX, os_errors_as_checkpoint_errors
+from hwrl.checkpoint.durable import DurableFS
 from hwrl.errors import CheckpointError
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hwrl.checkpoint import TRACKER_NAME, CheckpointManager, Manifest
-from hwrl.checkpoint.saving.inventory import IntactPart, NodeInventory, RankInventory, merge_inventories
-from hwrl.checkpoint.saving.nodes import SeenRanks, group_by_seen_ranks
+from hwrl.checkpoint.inventory import IntactPart, NodeInventory, RankInventory, merge_inventories
+from hwrl.checkpoint.nodes import SeenRanks, group_by_seen_ranks
 from hwrl.errors import CheckpointError, CheckpointNotFoundError
 from hwrl_cpu import INFO, CpuBackend
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, hold_for_reading
-from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock, find_owner
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock, find_owner
 from hwrl.errors import CheckpointCorruptError, CheckpointError
 from hwrl.testing.processes import Processes
 from hwrl_cpu import INFO, CpuBackend

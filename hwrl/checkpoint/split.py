@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hwrl.checkpoint.format.shards import Offset
+from hwrl.checkpoint.shards import Offset
 
 MAX_ITEM_NBYTES = 32 << 20
 """The largest item. Each writing thread of a save reads one item at a time, and a load reads one into memory."""

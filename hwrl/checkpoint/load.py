@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hwrl.checkpoint.format.archive import require_stored
-from hwrl.checkpoint.format.layout import Json, build_metadata_tables, state_path_of
-from hwrl.checkpoint.format.manifest import LAYOUT_NAME, MALFORMED, MAX_JSON_NBYTES, CheckpointInfo, corrupt_error
-from hwrl.checkpoint.format.planners import SafeLoadPlanner, duplicate_names_as, misfit_error
+from hwrl.checkpoint.archive import require_stored
+from hwrl.checkpoint.layout import Json, build_metadata_tables, state_path_of
+from hwrl.checkpoint.manifest import LAYOUT_NAME, MALFORMED, MAX_JSON_NBYTES, CheckpointInfo, corrupt_error
+from hwrl.checkpoint.planners import SafeLoadPlanner, duplicate_names_as, misfit_error
 from hwrl.errors import CheckpointCorruptError, CheckpointError
 from hwrl.files import open_to_read, read_file
 

@@ -19,8 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hwrl.checkpoint.directory.durable import FileRecord
-from hwrl.checkpoint.directory.lock import try_flock
+from hwrl.checkpoint.durable import FileRecord
+from hwrl.checkpoint.lock import try_flock
 from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 from hwrl.files import open_to_read, read_file
 
