@@ -40,42 +40,33 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.resume import Resumed
     from hwrl.checkpoint.rng import rng_state, set_rng_state
     from hwrl.checkpoint.shards import LocalShards
-    from hwrl.checkpoint.tuning import SaveTuning
+    from hwrl.checkpoint.staging import SaveTuning
 
-_MODULE_OF = {
-    "EXTRA_NAME": "manifest",
-    "TRACKER_NAME": "directory",
-    "CheckpointDirectory": "directory",
-    "CheckpointInfo": "manifest",
-    "CheckpointManager": "manager",
-    "DirectoryLock": "lock",
-    "DurableFS": "durable",
-    "FileRecord": "durable",
-    "LocalShards": "shards",
-    "Manifest": "manifest",
-    "Resumed": "resume",
-    "SaveReport": "manager",
-    "SaveTuning": "tuning",
-    "SavedTensors": "load",
-    "Skipped": "manifest",
-    "broken_checkpoints": "directory",
-    "copy_for_torch": "export",
-    "corrupt_error": "manifest",
-    "find_checkpoints": "manifest",
-    "find_owner": "lock",
-    "has_saves": "directory",
-    "hold_for_reading": "manifest",
-    "join_parts": "join",
-    "parameter_names": "parts",
-    "read_extra": "manifest",
-    "read_lock": "lock",
-    "read_tensors": "load",
-    "rng_state": "rng",
-    "set_rng_state": "rng",
-    "share_lock": "lock",
-    "step_name": "manifest",
-    "unfinished_saves": "directory",
-    "verify_files": "manifest",
+_NAMES = {
+    "directory": ["CheckpointDirectory", "TRACKER_NAME", "broken_checkpoints", "has_saves", "unfinished_saves"],
+    "durable": ["DurableFS", "FileRecord"],
+    "export": ["copy_for_torch"],
+    "join": ["join_parts"],
+    "load": ["SavedTensors", "read_tensors"],
+    "lock": ["DirectoryLock", "find_owner", "read_lock", "share_lock"],
+    "manager": ["CheckpointManager", "SaveReport"],
+    "manifest": [
+        "CheckpointInfo",
+        "EXTRA_NAME",
+        "Manifest",
+        "Skipped",
+        "corrupt_error",
+        "find_checkpoints",
+        "hold_for_reading",
+        "read_extra",
+        "step_name",
+        "verify_files",
+    ],
+    "parts": ["parameter_names"],
+    "resume": ["Resumed"],
+    "rng": ["rng_state", "set_rng_state"],
+    "shards": ["LocalShards"],
+    "staging": ["SaveTuning"],
 }
 
 __all__ = [
@@ -114,4 +105,4 @@ __all__ = [
     "verify_files",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _NAMES.items() for name in names})

@@ -13,8 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,73 +25,49 @@ from hwrl.interfaces import Backend
 _MAX_VALUE_CHARS = 4 << 20
 """The largest value of one key. torch's store closes a connection after a request of 8 MiB or more."""
 _LEAVING_S = 3.0
-"""How long the leader, when it closes, waits for the other ranks to read the last decision. They poll every few ms."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """Base class of the messages between ranks. They are sent as JSON, so no rank executes another rank's pickle.
-
-    A message is a frozen dataclass. Its fields are JSON values or other dataclasses.
-    """
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Return the message with these fields. A class overrides this if one of its fields is a dataclass."""
-        return cls(**fields)
-
-
-_M = TypeVar("_M", bound=Message)
-
-
-@dataclass(frozen=True)
-class _Done(Message):
-    """A rank has finished its block and has nothing to report."""
+"""How long rank 0, when it closes, waits for the other ranks to read the last decision. They poll every few ms."""
 
 
 class Round:
-    """One exchange of messages: every rank sends one to the leader, and the leader sends one to every rank.
+    """One exchange of messages: every rank sends one to rank 0, and rank 0 sends one to every rank.
 
-    The docstrings here are the contract. The code here is trivial, for a single rank. The protocol between several
-    ranks is in :class:`_StoreRound`.
+    Messages are JSON values, so no rank executes another rank's pickle. The docstrings here are the contract. The code
+    here is trivial, for a single rank. The protocol between several ranks is in :class:`_StoreRound`.
     """
 
-    def gather(self, message: _M) -> list[_M] | None:
-        """Send ``message`` to the leader. The leader returns all messages by rank; the other ranks return None.
+    def tell(self, message: Any) -> None:
+        """Send ``message``, once in the round and before ``gather``, to the ranks that :meth:`hear` it."""
 
-        The leader blocks until every rank has sent its message. It raises the error of the lowest rank that failed.
+    def hear(self, ranks: Sequence[int]) -> list[Any]:
+        """Block until ``ranks`` have told their messages, and return these. Raise the error of a rank that failed."""
+        return []
+
+    def gather(self, message: Any) -> list[Any] | None:
+        """Send ``message`` to rank 0. Rank 0 returns all messages by rank; the other ranks return None.
+
+        Rank 0 blocks until every rank has sent its message. It raises the error of the lowest rank that failed.
         """
         return [message]
 
-    def broadcast(self, message: _M | None, kind: type[_M]) -> _M:
-        """Send the leader's ``message`` to every rank, and return it. Its class is ``kind``; other ranks pass None.
+    def broadcast(self, message: Any) -> Any:
+        """Return the message of rank 0 on every rank. The other ranks' is ignored.
 
         This ends the round. If a rank failed, every rank raises its error.
         """
-        assert message is not None, "a single rank is the leader"
         return message
-
-    def finish(self) -> None:
-        """Block until every rank has sent its message and the leader has decided. Return at once if the round ended."""
-
-    def fail(self, error: Exception, *, at_once: bool) -> None:
-        """Tell the other ranks that this rank's block raised ``error``.
-
-        With ``at_once``: propose the error as the decision and return. Without it: if this rank has not sent a message
-        yet, send the error as its message and wait for the decision; otherwise propose the error and return.
-        """
 
 
 class Agreement:
-    """Rounds of messages between ``ranks``. The first of ``ranks`` is the leader.
+    """Rounds of messages between the ranks from 0 to ``size`` - 1.
 
     Every rank enters the same rounds in the same order, from one thread at a time. The code of a rank in a round is its
-    block. If the block fails on one rank, every rank raises an error: the failed rank its own error, and the others a
-    copy. If it is an error class of :mod:`hwrl.errors`, the copy has this class, and its text begins with the rank;
-    otherwise the copy is a :class:`~hwrl.errors.CheckpointError`.
+    block. If the block fails on one rank, every rank raises an error when all blocks have ended: the failed rank its
+    own error, and the others a copy of the error of the lowest such rank. If it is an error class of
+    :mod:`hwrl.errors`, the copy has this class, and its text begins with the rank; otherwise the copy is a
+    :class:`~hwrl.errors.CheckpointError`.
 
     A rank that fails after its last message may fail alone, because the others do not wait for it then. So do nothing
-    in a block that can fail after ``broadcast`` or, except on the leader, after ``gather``.
+    in a block that can fail after ``broadcast`` or, except on rank 0, after ``gather``.
 
     While a rank is inside a round, it sends heartbeats, and the other ranks in this round wait for it without a limit.
     Outside of a round it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it
@@ -103,11 +78,10 @@ class Agreement:
     they all enter it within ``timeout_s`` of each other: see :meth:`begin_call`.
     """
 
-    def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, store: Store | None, *, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
         self._store, self._timeout_s = store, timeout_s
         self._call = self._round = 0
-        self._subgroups: list[Agreement] = []
         self._last: _StoreRound | None = None
 
     def begin_call(self, call: int) -> None:
@@ -117,147 +91,124 @@ class Agreement:
         call early does not meet the others in a wrong round.
         """
         self._call, self._round = call, 0
-        for subgroup in self._subgroups:
-            subgroup.begin_call(call)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the leader."""
-        return self.rank == self.ranks[0]
-
-    def among(self, ranks: Sequence[int], *, name: str) -> Agreement:
-        """Return an agreement among some of the ranks; this rank must be one of them. ``name`` must be unique.
-
-        Its rounds may be nested in a round of all ranks.
-        """
-        store = None if self._store is None or len(ranks) == 1 else PrefixStore(name, self._store)
-        self._subgroups.append(Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s))
-        return self._subgroups[-1]
 
     @contextlib.contextmanager
     def round(self) -> Iterator[Round]:
-        """Enter a round. At the end of the block, wait for the messages of all ranks and the decision of the leader.
+        """Enter a round. At the end of the block, wait until it has ended on all ranks: a vote, with an error as veto.
 
-        This rank also waits if its own block raises before it has sent a message.
+        This rank also waits if its own block raises before it has sent a message. A block that has called ``broadcast``
+        waits for nobody.
         """
-        with self._hold_round(fail_at_once=False) as current:
-            yield current
-
-    @contextlib.contextmanager
-    def vote(self) -> Iterator[None]:
-        """Run the block on every rank: a barrier with a veto.
-
-        At the end of the block, wait until it has succeeded on every rank. An error is a veto: the vote fails on all
-        ranks. An error on one rank stops no other rank: each runs its block to the end and then raises. The leader
-        raises last, when all blocks have ended or a rank has been silent for ``timeout_s``. The rank with the error
-        raises at once and waits for nobody.
-        """
-        with self._hold_round(fail_at_once=True):
-            yield
-
-    @contextlib.contextmanager
-    def _hold_round(self, *, fail_at_once: bool) -> Iterator[Round]:
         if self._store is None:
             yield Round()
             return
-        number = self._call, self._round
-        self._round += 1
-        current = _StoreRound(self._store, number, rank=self.rank, ranks=self.ranks, timeout_s=self._timeout_s)
-        self._last = current
-        with current.heartbeats(), store_failures():
+        with self._enter(self._store) as current:
             try:
                 yield current
                 current.finish()
             except Exception as exc:
-                current.fail(exc, at_once=fail_at_once)
+                current.fail(exc)
                 raise
-            finally:
-                current.leave()
+
+    def refuse(self, error: BaseException) -> None:
+        """Let the next round fail with ``error``, without waiting for the other ranks."""
+        if self._store is not None:
+            with self._enter(self._store) as current:
+                current.veto(error)
+
+    @contextlib.contextmanager
+    def _enter(self, store: Store) -> Iterator[_StoreRound]:
+        number = self._call, self._round
+        self._round += 1
+        self._last = _StoreRound(store, number, rank=self.rank, size=self.size, timeout_s=self._timeout_s)
+        with self._last.heartbeats(), store_failures():
+            yield self._last
 
     def close(self) -> None:
-        """On the leader, block until all ranks have read the last decision, but for a few seconds at most.
+        """On rank 0, block until all ranks have read the last decision, but for a few seconds at most.
 
-        The leader's process may host the store, and the store ends with the process.
+        Rank 0 may host the store, and the store ends with the process.
         """
         if self._last is not None:
             self._last.wait_for_leaving()
 
 
 class _StoreRound(Round):
-    """A round of several ranks. It ends with one decision: the leader's message to all ranks, or an error.
+    """A round of several ranks. It ends with one decision: rank 0's message to all ranks, or an error.
 
-    Keys in the store: ``part<rank>`` has a rank's message or error, ``beat<rank>`` counts its heartbeats, and
-    ``left<rank>`` says that it has left the round. ``chosen`` has the decision. Any rank may write it, for example if
-    the leader falls silent. Only the first write counts, and it is final. Long texts go on in further keys, for example
-    ``part0.1`` or ``chosen0.1``.
+    Keys in the store: ``told<rank>`` and ``part<rank>`` have a rank's two messages, or its error. ``beat<rank>`` counts
+    its heartbeats, and ``left<rank>`` says that it has left the round. ``chosen`` has the decision. Any rank may write
+    it, for example if rank 0 falls silent. Only the first write counts, and it is final. Long texts go on in further
+    keys, for example ``part0.1`` or ``chosen0.1``.
 
-    If several ranks fail, the leader may raise another one of their errors than the decision.
+    If several ranks fail, rank 0 may raise another one of their errors than the decision.
     """
 
-    def __init__(
-        self, store: Store, number: tuple[int, int], *, rank: int, ranks: Sequence[int], timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, number: tuple[int, int], *, rank: int, size: int, timeout_s: float) -> None:
         self._all_rounds, self._number = store, number
         self._store = PrefixStore("round{}.{}".format(*number), store)
-        self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._beat_interval_s = min(1.0, timeout_s / 5)
-        self._sent = self._ended = False
+        self._told = self._sent = self._ended = False
 
-    @property
-    def _leads(self) -> bool:
-        return self._rank == self._ranks[0]
+    def tell(self, message: Any) -> None:
+        self._put("told", _encode(message))
+        self._told = True
 
-    def gather(self, message: _M) -> list[_M] | None:
+    def hear(self, ranks: Sequence[int]) -> list[Any]:
+        return self._receive("told", ranks)
+
+    def gather(self, message: Any) -> list[Any] | None:
         self._send(_encode(message))
-        return [type(message).from_json(fields) for fields in self._collect()] if self._leads else None
+        return None if self._rank else self._receive("part", range(self._size))
 
-    def broadcast(self, message: _M | None, kind: type[_M]) -> _M:
+    def broadcast(self, message: Any) -> Any:
         if not self._sent:
-            self.gather(_Done())
-        if self._leads:
-            assert message is not None, "the leader has a message for all"
-            decision = self._decide(_encode(message))
-        else:
-            decision = self._wait_for_decision()
-        return kind.from_json(_decode(decision))
+            self.gather(None)
+        return _decode(self._wait_for_decision() if self._rank else self._decide(_encode(message)))
 
     def finish(self) -> None:
+        """Block until every rank has sent its message and rank 0 has decided. Return at once if the round ended."""
         if not self._ended:
-            self.broadcast(_Done(), _Done)
+            self.broadcast(None)
 
-    def fail(self, error: Exception, *, at_once: bool) -> None:
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that this rank's block raised ``error``, and wait until their blocks have ended."""
         if self._ended:
             return
-        if self._sent:  # the leader failed after its message, or this rank lost the store
+        report = _encode_error(error, rank=self._rank)
+        if not self._told:
+            self._put("told", report)
+        if self._sent:  # rank 0 failed after its message, or this rank lost the store
             self._decide(_encode_error(error))
             return
+        self._send(report)
+        if self._rank:
+            self._wait_for_decision()
+            return
+        try:
+            self._receive("part", range(self._size))
+        except HwrlError as first:  # the error of the lowest rank that failed, or an error about a silent rank
+            self._decide(_encode_error(first))
+
+    def veto(self, error: BaseException) -> None:
+        """Send ``error`` as this rank's message and propose it as the decision."""
         report = _encode_error(error, rank=self._rank)
         self._send(report)
-        if at_once:
-            self._decide(report)
-        elif not self._leads:
-            self._wait_for_decision()
-        else:
-            try:
-                self._collect()
-            except HwrlError as first:  # the error of the lowest rank that failed, or an error about a silent rank
-                self._decide(_encode_error(first))
-
-    def leave(self) -> None:
-        """Tell the leader that this rank has read the decision, or has given up."""
-        if not self._leads:
-            with contextlib.suppress(dist.DistError):
-                self._store.set(f"left{self._rank}", "")
+        self._decide(report)
 
     def wait_for_leaving(self) -> None:
-        """On the leader, block until the other ranks have left. Do not wait long for ranks that are dead."""
-        if self._leads:
+        """On rank 0, block until the other ranks have left. Do not wait long for ranks that are dead."""
+        if not self._rank:
             with contextlib.suppress(PeerLostError):
-                await_keys(self._store, [f"left{rank}" for rank in self._ranks[1:]], timeout_s=_LEAVING_S)
+                await_keys(self._store, [f"left{rank}" for rank in range(1, self._size)], timeout_s=_LEAVING_S)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Increase a counter in the store during the block. It tells the other ranks that this rank is alive."""
+        """Increase a counter in the store during the block. At its end, note that this rank has left the round.
+
+        The counter tells the other ranks that this rank is alive.
+        """
         left = threading.Event()
 
         def beat() -> None:
@@ -271,19 +222,26 @@ class _StoreRound(Round):
         try:
             yield
         finally:
+            if self._rank:
+                with contextlib.suppress(dist.DistError):
+                    self._store.set(f"left{self._rank}", "")
             left.set()
             thread.join()
 
     def _send(self, text: str) -> None:
-        key = f"part{self._rank}"
-        self._store.set(key, _put_text(self._store, key, text))
+        self._put("part", text)
         self._sent = True
 
-    def _collect(self) -> list[dict[str, Any]]:
-        """Wait for the messages of all ranks; return their fields. Raise the error of the lowest rank that failed."""
-        keys = {f"part{rank}": rank for rank in self._ranks}
+    def _put(self, kind: str, text: str) -> None:
+        key = f"{kind}{self._rank}"
+        self._store.set(key, _put_text(self._store, key, text))
+
+    def _receive(self, kind: str, ranks: Sequence[int]) -> list[Any]:
+        """Wait for the messages of ``ranks`` and return them. Raise the error of the first rank that failed."""
+        keys = {f"{kind}{rank}": rank for rank in ranks}
         self._wait_for(keys)
-        self._delete_earlier_rounds()
+        if kind == "part":
+            self._delete_earlier_rounds()
         return [_decode(_get_text(self._store, key, self._store.get(key).decode())) for key in keys]
 
     def _delete_earlier_rounds(self) -> None:
@@ -295,7 +253,7 @@ class _StoreRound(Round):
     def _decide(self, text: str) -> str:
         """Make ``text`` the decision, unless there already is one. Return the decision.
 
-        If the leader falls silent, another rank decides. If the leader then wakes up, it finds that decision.
+        If rank 0 falls silent, another rank decides. If rank 0 then wakes up, it finds that decision.
         """
         self._ended = True
         proposal = f"{self._rank} {_put_text(self._store, f'chosen{self._rank}', text)}"
@@ -304,7 +262,7 @@ class _StoreRound(Round):
 
     def _wait_for_decision(self) -> str:
         try:
-            self._wait_for({"chosen": self._ranks[0]})
+            self._wait_for({"chosen": 0})
         except CheckpointError as silent:
             return self._decide(_encode_error(silent))
         self._ended = True
@@ -366,32 +324,32 @@ def _get_text(store: Store, key: str, head: str) -> str:
 # -- messages and errors as JSON ------------------------------------------------------------------------------------
 
 
-def _encode(message: Message) -> str:
-    return json.dumps({"value": message}, default=vars)
+def _encode(message: Any) -> str:
+    return json.dumps({"value": message})
 
 
-def _encode_error(error: Exception, *, rank: int | None = None) -> str:
+def _encode_error(error: BaseException, *, rank: int | None = None) -> str:
     """Return ``error`` as JSON. With ``rank``, the text names the rank on which the error happened.
 
-    Usually this is ``rank``. It is another rank if the error came from a nested round.
+    Usually this is ``rank``. It is another rank if ``error`` was heard from that one.
     """
     if isinstance(error, HwrlError):
         name, what, why, fix = type(error).__name__, error.what, error.why, error.fix
     else:
-        name, what, why, fix = "CheckpointError", f"{type(error).__name__}: {error}", "", ""
-    if isinstance(error.__cause__, _OtherRankError):  # from a nested round, and the text already names the rank
+        text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else f"interrupted by {error!r}"
+        name, what, why, fix = "CheckpointError", text, "", ""
+    if isinstance(error.__cause__, _OtherRankError):  # heard, and the text already names the rank
         rank = error.__cause__.rank
     elif rank is not None:
         what = f"rank {rank}: {what}"
     return json.dumps({"error": [name, what, why, fix], "rank": rank})
 
 
-def _decode(text: str) -> dict[str, Any]:
-    """Return the fields of a message. If ``text`` is an encoded error, raise the error."""
+def _decode(text: str) -> Any:
+    """Return a message. If ``text`` is an encoded error, raise the error."""
     content = json.loads(text)
     if "error" not in content:
-        fields: dict[str, Any] = content["value"]
-        return fields
+        return content["value"]
     name, what, why, fix = content["error"]
     kind: type[HwrlError] = getattr(errors, name, CheckpointError)
     error = kind(what, why=why, fix=fix)
@@ -421,11 +379,11 @@ def agreement_of(group: Group | None, backend: Backend, timeout_s: float) -> Agr
         )
     group = _default_group(backend) if group is None else group
     if group is None:
-        return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
+        return Agreement(None, rank=0, size=1, timeout_s=timeout_s)
     # All ranks open their managers in the same order, so the number of this manager is the same on all of them.
     opened = group.store.add(f"hwrl/checkpoint/opened/{group.rank}", 1)
     store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
-    return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
+    return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
 
 
 def _default_group(backend: Backend) -> Group | None:

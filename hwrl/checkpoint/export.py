@@ -7,9 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
-from hwrl.checkpoint.archive import require_stored
 from hwrl.checkpoint.durable import DurableFS, FileRecord
-from hwrl.checkpoint.layout import Json, write_torch_metadata
+from hwrl.checkpoint.layout import Json, require_stored, write_torch_metadata
 from hwrl.checkpoint.load import read_entries
 from hwrl.checkpoint.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, hold_for_reading, verify_files
 

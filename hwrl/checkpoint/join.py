@@ -11,6 +11,7 @@ from pathlib import Path
 from hwrl.checkpoint.directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.export import copy_files
+from hwrl.checkpoint.layout import seal
 from hwrl.checkpoint.load import read_entries
 from hwrl.checkpoint.manifest import (
     EXTRA_NAME,
@@ -22,7 +23,6 @@ from hwrl.checkpoint.manifest import (
     read_extra,
     verify_files,
 )
-from hwrl.checkpoint.seal import seal
 from hwrl.errors import CheckpointNotFoundError, CheckpointSaveError
 
 _REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)

@@ -1,17 +1,24 @@
 """The layout of a checkpoint: where each item lies in which file.
 
-An item is torch's ``WriteItem``: one chunk of a tensor (a rectangle of its elements), or one non-tensor value. The
-layout is JSON, so no pickle is sent between ranks or executed.
+The layout is JSON, so no pickle is sent between ranks or executed. An entry is a dict with the ``name`` of a value, its
+``kind`` (of torch's ``WriteItemType``), its path in the state (``keys``), and its place: ``file``, ``start`` and
+``nbytes``. Of a chunk of a tensor it also has ``dtype``, ``shape``, ``offsets`` and ``sizes``.
+
+:func:`seal` writes the last files of a draft; :func:`require_stored` checks an item before torch unpacks it.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -25,41 +32,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 
 Json = dict[str, Any]
 StatePath = tuple[str | int, ...]
 """The path to a value in a nested state: dict keys and list positions. torch calls it ``OBJ_PATH``."""
-
-
-# -- plans ----------------------------------------------------------------------------------------------------------
-
-
-def encode_items(items: Iterable[WriteItem]) -> list[Json]:
-    """Return the items of a save plan as JSON."""
-    return [_encode_item(item) for item in items]
-
-
-def decode_plan(items: Iterable[Json]) -> SavePlan:
-    """Return a save plan with the items that :func:`encode_items` encoded."""
-    return SavePlan([_decode_item(item) for item in items])
-
-
-def _encode_item(item: WriteItem) -> Json:
-    data = item.tensor_data
-    if data is None:
-        return {"name": item.index.fqn, "kind": item.type.name}
-    return {
-        "name": item.index.fqn,
-        "kind": item.type.name,
-        "dtype": str(data.properties.dtype).removeprefix("torch."),
-        "shape": list(data.size),
-        "offsets": list(data.chunk.offsets),
-        "sizes": list(data.chunk.sizes),
-    }
 
 
 def _decode_item(item: Json) -> WriteItem:
@@ -76,24 +57,17 @@ def _decode_item(item: Json) -> WriteItem:
     return WriteItem(MetadataIndex(item["name"], chunk.offsets), kind, tensor_data=data)
 
 
-# -- entries of the layout file -------------------------------------------------------------------------------------
-
-
-def encode_entry(item: WriteItem, *, state_path: StatePath, file: str, start: int, nbytes: int) -> Json:
-    """Return one entry of the layout file: an item, its path in the state, and its byte range in a file."""
-    return {**_encode_item(item), "keys": list(state_path), "file": file, "start": start, "nbytes": nbytes}
-
-
 def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]) -> None:
     """Write torch's own ``.metadata`` for these entries, so that torch's tools can read the checkpoint.
 
     Raises ValueError if the chunks of a tensor overlap or do not cover it.
     """
-    state, _ = build_metadata_tables(entries, all_chunks=True)
+    state, storage = build_metadata_tables(entries, all_chunks=True)
     state_paths = {entry["name"]: state_path_of(entry) for entry in entries}
     writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it has flushed
     writer.fs = _ThroughDurableFS(fs)
-    writer.finish(Metadata(state, planner_data=state_paths), [[_write_result(entry) for entry in entries]])
+    results = [WriteResult(index, size_in_bytes=at.length, storage_data=at) for index, at in storage.items()]
+    writer.finish(Metadata(state, planner_data=state_paths), [results])
 
 
 class _ThroughDurableFS(FileSystem):
@@ -113,15 +87,10 @@ class _ThroughDurableFS(FileSystem):
         self._fs.rename(path, new_path)
 
 
-def require_readable(entries: Iterable[Json]) -> None:
-    """Raise ValueError if these entries of one node's part could not be read. The part need not cover the tensors."""
-    build_metadata_tables(entries, all_chunks=False)
-
-
 def state_path_of(entry: Json) -> StatePath:
     """Return the path of an entry in the nested state. Raise ValueError if it has other things than keys."""
     state_path = tuple(entry["keys"])
-    if not all(isinstance(key, str | int) for key in state_path):
+    if [key for key in state_path if not isinstance(key, str | int)]:
         raise ValueError(f"{state_path!r} is not a path of strings and integers")
     return state_path
 
@@ -139,11 +108,16 @@ def build_metadata_tables(
     storage: dict[MetadataIndex, Any] = {}
     for entry in entries:
         item = _decode_item(entry)
-        data = item.tensor_data
+        name, data = item.index.fqn, item.tensor_data
         if data is not None and math.prod(data.chunk.sizes) * data.properties.dtype.itemsize > entry["nbytes"]:
-            raise ValueError(f"{entry['name']!r} needs more than its {entry['nbytes']:,} bytes")
-        storage[item.index] = _storage_info(entry)
-        _add_chunk(state, item)
+            raise ValueError(f"{name!r} needs more than its {entry['nbytes']:,} bytes")
+        storage[item.index] = StorageInfo(entry["file"], entry["start"], entry["nbytes"])
+        described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
+        known = state.setdefault(name, described)
+        if known is not described and (first := describe_saved(known)) != (this := describe_saved(described)):
+            raise ValueError(f"{name!r} is {first} in one entry and {this} in another")
+        if data is not None:
+            known.chunks.append(data.chunk)
     for name, described in state.items():
         if isinstance(described, TensorStorageMetadata):
             _check_chunks(name, described, all_chunks=all_chunks)
@@ -157,35 +131,13 @@ def describe_saved(value: Any) -> str:
     return f"{value.properties.dtype} {list(value.size)}"
 
 
-def _write_result(entry: Json) -> WriteResult:
-    """Return the result that torch's writer would return after writing ``entry``."""
-    return WriteResult(_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=_storage_info(entry))
-
-
-def _storage_info(entry: Json) -> StorageInfo:
-    return StorageInfo(entry["file"], entry["start"], entry["nbytes"])
-
-
-def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
-    name, data = item.index.fqn, item.tensor_data
-    described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
-    known = state.setdefault(name, described)
-    if (first := describe_saved(known)) != (this := describe_saved(described)):
-        raise ValueError(f"{name!r} is {first} in one entry and {this} in another")
-    if data is not None:
-        known.chunks.append(data.chunk)
-
-
 def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bool) -> None:
     """Raise ValueError if a chunk lies outside the tensor, or chunks overlap. ``all_chunks`` must also cover it."""
     chunks, size = described.chunks, described.size
-    inside = all(
-        0 <= begin <= begin + length <= limit
-        for chunk in chunks
-        for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
-    covered = not all_chunks or sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
-    if not (inside and covered and (len(chunks) == 1 or are_disjoint(chunks))):
+    ranges = [bounds for chunk in chunks for bounds in zip(chunk.offsets, chunk.sizes, size, strict=True)]
+    outside = [bounds for bounds in ranges if not 0 <= bounds[0] <= bounds[0] + bounds[1] <= bounds[2]]
+    covered = not all_chunks or sum([math.prod(chunk.sizes) for chunk in chunks]) == math.prod(size)
+    if outside or not (covered and (len(chunks) == 1 or are_disjoint(chunks))):
         raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
 
 
@@ -213,3 +165,80 @@ def are_disjoint(chunks: Sequence[ChunkStorageMetadata]) -> bool:
         if ((begins[these] < ends[those]) & (begins[those] < ends[these])).all(-1).any():
             return False
     return True
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> Manifest:
+    """Add layout, extra state and manifest to a draft. Return the manifest as it was written.
+
+    ``manifest`` lists the tensor files in the draft; this adds the other files that ``fs`` wrote or adopted there. When
+    this returns, every file in the draft and its name in the draft are durable. Raises ValueError or TypeError if the
+    result could not be resumed.
+    """
+    if manifest.nodes == 1:
+        write_torch_metadata(fs, draft, entries)
+    else:  # with a .metadata, torch's tools would take one node's part for the whole checkpoint
+        build_metadata_tables(entries, all_chunks=False)
+    for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
+        fs.write_file(draft / name, json.dumps(content).encode())
+    manifest = replace(manifest, files={**manifest.files, **fs.take_records(draft)})
+    manifest_content = manifest.to_bytes()
+    Manifest.from_bytes(manifest_content)  # raises if the manifest could not be read again
+    fs.write_file(draft / MANIFEST_NAME, manifest_content)
+    fs.take_records(draft)  # forget the manifest's own record
+    for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
+        fs.sync_directory(directory)
+    return manifest
+
+
+class _FileRange(io.RawIOBase):
+    """A range of an open file, as a file: ``nbytes`` bytes from byte ``start``.
+
+    torch has such a class, but it cannot seek relative to the end of the range.
+    """
+
+    def __init__(self, file: BinaryIO, *, start: int, nbytes: int) -> None:
+        super().__init__()
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if self._at < 0:
+            raise OSError("cannot seek before the beginning of the file")
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._start + self._at)
+        data = self._file.read(min(len(buffer), max(0, self._nbytes - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def require_stored(file: BinaryIO, *, start: int = 0, nbytes: int) -> None:
+    """Raise ValueError unless ``file`` has an uncompressed archive of ``nbytes`` bytes at byte ``start``.
+
+    torch writes uncompressed records only, but its reader also accepts compressed ones. A forged megabyte could then
+    unpack to gigabytes.
+    """
+    try:
+        with zipfile.ZipFile(io.BufferedReader(_FileRange(file, start=start, nbytes=nbytes))) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, OSError) as exc:
+        raise ValueError(f"it has an archive that torch.save did not write: {exc}") from exc
+    if min((record.header_offset for record in records), default=0) != 0 or archive.comment:
+        # Different readers look for the archive's table of contents in different places of such a file.
+        raise ValueError("it has an archive with extra bytes before or after its content")
+    unpacked = sum(record.file_size for record in records)
+    if unpacked > nbytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError(
+            f"an archive of {nbytes:,} bytes in it would unpack to {unpacked:,} bytes; hwrl does not compress"
+        )

@@ -1,27 +1,37 @@
-"""Load a checkpoint with the help of its layout: :func:`plan_load`, :class:`SavedTensors`, :func:`read_tensors`."""
+"""Load a checkpoint with the help of its layout: :class:`SavedTensors`, :class:`PlannedLoad`."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import math
 import operator
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where an item lies in torch's files
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hwrl.checkpoint.archive import require_stored
-from hwrl.checkpoint.layout import Json, build_metadata_tables, state_path_of
-from hwrl.checkpoint.manifest import LAYOUT_NAME, MALFORMED, MAX_JSON_NBYTES, CheckpointInfo, corrupt_error
-from hwrl.checkpoint.planners import SafeLoadPlanner, duplicate_names_as, misfit_error
+from hwrl.checkpoint.layout import Json, build_metadata_tables, describe_saved, require_stored, state_path_of
+from hwrl.checkpoint.manifest import (
+    LAYOUT_NAME,
+    MALFORMED,
+    MAX_JSON_NBYTES,
+    CheckpointInfo,
+    Manifest,
+    corrupt_error,
+)
+from hwrl.checkpoint.shards import flatten, local_tensors, require_storage
 from hwrl.errors import CheckpointCorruptError, CheckpointError
 from hwrl.files import open_to_read, read_file
 
@@ -82,6 +92,81 @@ class LayoutReader(FileSystemReader):
             raise corrupt_error(self._info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
 
 
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan. Nothing is loaded yet.
+
+        Raises CheckpointError if the checkpoint lacks a name of the state, if shapes or dtypes differ, or if this rank
+        needs bytes on another node's disk.
+        """
+        assert self.metadata is not None, "set_up_planner comes first"
+        _require_same(self.state_dict, self.metadata.state_dict_metadata)
+        plan = super().create_local_plan()
+        unfilled: Counter[str] = Counter()  # elements
+        for (name, _), tensor in local_tensors(self.state_dict):
+            unfilled[name] += tensor.numel()
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                unfilled[item.dest_index.fqn] -= math.prod(item.lengths)
+        on_other_nodes = sorted(name for name, numel in unfilled.items() if numel > 0)
+        if on_other_nodes:
+            raise _on_another_node(self._manifest, on_other_nodes)
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a non-tensor value into the state."""
+        *parents, last = self.mappings[read_item.dest_index.fqn]
+        target: Any = self.original_state_dict
+        for key in parents:
+            target = target[_original_key(target, key)]
+        target[_original_key(target, last)] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _original_key(target: Any, key: str | int) -> Any:
+    """Return the key of ``target`` that torch turned into the string ``key``. Return a list position unchanged."""
+    return next(own for own in target if str(own) == key) if isinstance(target, dict) else key
+
+
+def _require_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing = sorted(state.keys() - saved.keys())
+    if missing:
+        raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
+    for name, value in state.items():
+        if (here := _describe(value)) != (there := describe_saved(saved[name])):
+            raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "not a tensor"
+    return f"{value.dtype} {list(value.shape)}" + ("" if value.layout is torch.strided else f" {value.layout}")
+
+
+def misfit_error(why: str) -> CheckpointError:
+    """Return the error for a state with other names, shapes or dtypes than the checkpoint."""
+    return CheckpointError(
+        "the checkpoint does not fit the state",
+        why=why,
+        fix="build the same model and optimizer as the run that saved it, or start in an empty directory",
+    )
+
+
+def _on_another_node(manifest: Manifest, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"step {manifest.step} cannot be loaded on {socket.gethostname()}: this disk lacks some of {names[0]!r}",
+        why=f"the disk has only the part of node {manifest.node} (of {manifest.nodes} nodes), and this rank also needs "
+        f"bytes of {len(names)} tensors from the parts of other nodes",
+        fix="start the same number of ranks on the same nodes, in the same order; or join the parts of all nodes with "
+        "`hwrl checkpoints join`, and give the result to all ranks",
+    )
+
+
 @dataclass(frozen=True)
 class PlannedLoad:
     """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has."""
@@ -125,20 +210,6 @@ def _unreadable_error(path: Path, exc: OSError) -> CheckpointError:
         why=f"{exc.strerror}: {exc.filename or path}",
         fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
     )
-
-
-def plan_load(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> PlannedLoad:
-    """Plan to load the values in ``metadata`` into ``state``. Nothing is loaded yet.
-
-    Raises CheckpointError if the checkpoint lacks a name in ``state`` or has it with another shape or dtype.
-    """
-    planner = SafeLoadPlanner(info.manifest)
-    with duplicate_names_as(CheckpointError):
-        planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    unwanted = sorted(metadata.state_dict_metadata.keys() - planner.state_dict.keys())
-    return PlannedLoad(info, reader, planner, plan, unwanted)
 
 
 def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:
@@ -194,10 +265,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         """Read several tensors together and return them by name."""
         described = {name: self._described[name] for name in names}
         tensors = {name: torch.empty(value.size, dtype=value.properties.dtype) for name, value in described.items()}
-        metadata = Metadata(
-            dict(described), storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta
-        )
-        plan_load(self.info, self._reader, metadata, dict(tensors)).run()
+        self._plan(dict(tensors), described).run()
         return tensors
 
     def read_plain(self, prefix: str) -> dict[str, Any]:
@@ -205,13 +273,26 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         saved = self._saved.state_dict_metadata
         found = {name: saved[name] for name in saved if name.startswith(prefix) and name not in self._described}
         state: dict[str, Any] = dict.fromkeys(found)
-        metadata = Metadata(found, storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta)
-        plan_load(self.info, self._reader, metadata, state).run()
+        self._plan(state, found).run()
         return {name.rpartition(".")[2]: value for name, value in state.items()}
 
     def plan(self, state: dict[str, Any]) -> PlannedLoad:
-        """Plan to load everything into ``state``, like :func:`plan_load`."""
-        return plan_load(self.info, self._reader, self._saved, state)
+        """Plan to load everything into ``state``. Nothing is loaded yet.
+
+        Raises CheckpointError if the checkpoint lacks a name in ``state`` or has it with another shape or dtype, and
+        MemoryStateError for an offloaded tensor.
+        """
+        require_storage(flatten(state, CheckpointError)[0])
+        return self._plan(state, self._saved.state_dict_metadata)
+
+    def _plan(self, state: dict[str, Any], described: Mapping[str, Any]) -> PlannedLoad:
+        metadata = replace(self._saved, state_dict_metadata=dict(described))
+        planner = SafeLoadPlanner(self.info.manifest)
+        planner.set_up_planner(state, metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
+        unwanted = sorted(described.keys() - planner.state_dict.keys())
+        return PlannedLoad(self.info, self._reader, planner, plan, unwanted)
 
     def on_meta(self, name: str) -> torch.Tensor:
         """Return a tensor on the meta device with the shape and dtype of ``name``. No file is read."""

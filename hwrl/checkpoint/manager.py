@@ -10,31 +10,25 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from hwrl.checkpoint.agreement import agreement_of
-from hwrl.checkpoint.directory import CheckpointDirectory, os_errors_as_checkpoint_errors
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.extra import copy_extra
-from hwrl.checkpoint.inventory import gather_inventory
 from hwrl.checkpoint.load import SavedTensors
-from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints
-from hwrl.checkpoint.nodes import find_own_node
+from hwrl.checkpoint.manifest import CheckpointInfo, copy_extra, find_checkpoints
+from hwrl.checkpoint.nodes import open_shared
 from hwrl.checkpoint.parts import make_template, require_parts, restore, take_state
-from hwrl.checkpoint.resume import Resumed, Resumer
+from hwrl.checkpoint.resume import Resumed, load_newest
 from hwrl.checkpoint.rng import rng_state, set_rng_state
-from hwrl.checkpoint.save import Saver
-from hwrl.checkpoint.stages import CapturedSave
-from hwrl.checkpoint.staging import StagingMemory
-from hwrl.checkpoint.state import CapturedState, capture_state
-from hwrl.checkpoint.tuning import SaveTuning
+from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
+from hwrl.checkpoint.staging import SaveTuning, StagingMemory, capture_state
 from hwrl.comm import Group
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
+from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
@@ -70,61 +64,23 @@ class CheckpointManager:
     and restore each rank's random-number generators, unless ``rank_extra`` has a ``rng``. A save changes nothing in the
     program, and calls only the objects' ``state_dict``: it takes no step to make an optimizer's state.
 
-    Timeline: opening locks the directory and removes the drafts of dead writers. (A save also removes them when it
-    begins.) Then call ``save`` and ``resume`` in any order; most programs call ``resume`` once, before training.
-    ``close``, or the end of the ``with`` block, waits for a running save and releases the lock. If the program ends
-    without ``close``, a running save is still completed, but an error of this save does not change the exit status.
+    Timeline: opening locks the directory and removes the drafts of dead writers. If another process holds the lock, it
+    waits up to ``lock_wait_s`` seconds, and then raises CheckpointError. Then call ``save`` and ``resume`` in any
+    order. ``close``, or the end of the ``with`` block, waits for a running save and releases the lock. If the program
+    ends without ``close``, a running save is still completed, but its error does not change the exit status.
 
-    The options: ``max_ckpt_to_keep`` is how many checkpoints each node keeps, of those that are intact on its own disk;
-    None keeps all. With ``async_save``, ``save`` copies the state, and a background thread writes the copy. The next
-    call raises the thread's error. ``staging`` says where the copy is. "host" is page-locked memory, which is kept from
-    one save to the next. "device" uses device memory above the highest amount that the process has used so far. Each
-    batch of copies is freed when it has been written. Tensors that do not fit there are copied to the host. Every
-    change of the disk goes through ``fs``, except to the lock file and to the files of ``export``.
+    ``max_ckpt_to_keep`` is how many checkpoints each node keeps, of those that are intact on its own disk; None keeps
+    all. With ``async_save``, ``save`` copies the state, and a background thread writes the copy. The next call raises
+    the thread's error. ``staging`` is where the copy is: "host" is page-locked memory, kept from one save to the next;
+    "device" is device memory above the highest amount that the process has used so far, and the host for the rest.
+    Every change of the disk goes through ``fs``, except to the lock file and to the files of ``export``.
 
-    Several ranks: all ranks of ``group`` make the same calls in the same order. None is torch's default group. A rank
-    sends heartbeats while the ranks agree, write and load, and the others wait for it without a limit. It sends none
-    while it waits for its previous save or captures its state. So the ranks must finish these two within ``timeout_s``
-    of each other. A rank that is late, or sends no heartbeat for ``timeout_s``, counts as lost, and the call fails on
-    all ranks.
+    Several ranks: all ranks of ``group`` make the same calls in the same order. None is torch's default group. The
+    ranks share one directory, or each host has one on its own disk (a node). They must begin each call within
+    ``timeout_s`` of each other, and wait for each other without a limit after that. A rank that is late, or sends no
+    heartbeat for ``timeout_s``, counts as lost, and the call fails on all ranks.
 
-    If another process holds the directory's lock, the constructor waits up to ``lock_wait_s`` seconds, and then raises
-    CheckpointError. Give more time if the owner may be on a machine that was cut off, and still end.
-
-    Nodes: the ranks either share one directory, or each host has a directory on its own disk. The manager finds this
-    out. A node is the set of ranks that share one directory; on a shared file system, the ranks of all hosts are one
-    node. Each node has its own lock, tracker and part of every checkpoint. While ``after_commit`` runs, the trackers of
-    other nodes may still name the step before.
-
-    The arguments of ``save``: ``state``, for a manager without parts, is a nested dict of tensors, DTensors,
-    :class:`LocalShards` and plain values; the outer dict may also have objects like the parts. A tensor that several
-    ranks hold is written once for each node. If ranks have different plain values under one name, each node saves the
-    value of its lowest rank. ``extra`` is JSON with string keys; rank 0's is saved. ``rank_extra`` is also JSON with
-    string keys; each rank has its own, and all of them are saved.
-
-    ``export`` writes files for other programs. It is called once, on rank 0, when the tensors of rank 0's node are
-    written. It gets the path of the empty directory ``hf`` in the draft, and the :class:`SavedTensors`, which reads one
-    tensor at a time from the files. The draft is renamed afterwards, so do not store a path that leads into it.
-
-    ``after_commit`` is called once, on rank 0, with the checkpoint. The step is complete then and rank 0's tracker
-    names it, but retention has not removed older checkpoints yet. Use it to update a tracker of another program. If it
-    raises, the step stays complete, and ``save`` raises on all ranks (with ``async_save``, the next call). It is not
-    called again for this step, even if the process died after the commit and before the call.
-
-    With ``async_save``, both run in the background: they must not use data that training changes, and must not call a
-    collective. They must never call the manager.
-
-    ``offloader`` holds tensors of the state on the host. They are written from there, so they are neither loaded to the
-    device nor copied. Call ``save`` inside ``offloader.lending()``. The offloader may be used as soon as ``save``
-    returns: before ``offload`` overwrites a tensor, it waits until the tensor has been written. At first ``offload``
-    blocks for every tensor. When the ranks have agreed who writes what, it blocks only for tensors that this rank still
-    has to write.
-
-    Errors of ``save`` with ``async_save``: the call itself raises an error only if its arguments cannot be captured.
-    The next call raises all other errors; for example, ``step`` is too early, or the ranks pass different steps. If the
-    previous save failed on all ranks and no rank has raised its error yet, this call raises it and saves nothing. If
-    some rank has no error to raise, this call starts the save of ``step`` in the background and then raises; the result
-    of that save comes with the next call.
+    ``docs/checkpoints.md`` has the protocol, the promises and the refusals.
     """
 
     def __init__(
@@ -154,40 +110,8 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._background_save: Future[None] | None = None
         self._agreement = agreement_of(group, backend, timeout_s)
-        node = find_own_node(self.directory, fs, self._agreement, look_s=tuning.look_s)
-        self._locked_directory: CheckpointDirectory | None = None
-        try:
-            with self._agreement.vote():
-                if node.agreement.leads:
-                    self._locked_directory = CheckpointDirectory(self.directory, fs, lock_wait_s=lock_wait_s)
-            newest = gather_inventory(self._agreement, self._locked_directory).newest
-            with self._agreement.vote():
-                self._correct_tracker(newest)
-        except Exception:
-            self._release_directory()
-            raise
-        failed_verification: list[Path] = []
-        self._saver = Saver(
-            path=self.directory,
-            agreement=self._agreement,
-            node=node,
-            directory=self._locked_directory,
-            fs=fs,
-            keep=max_ckpt_to_keep,
-            tuning=tuning,
-            failed_verification=failed_verification,
-        )
-        self._resumer = Resumer(self.directory, self._agreement, node, backend, failed_verification)
-
-    def _correct_tracker(self, newest: int) -> None:
-        """Set the tracker to the newest complete step: the last writer may have died before it did this.
-
-        Other programs rely on it. Some fail if the tracker names an incomplete checkpoint. Some silently start afresh
-        if there is no tracker.
-        """
-        if self._locked_directory is not None and newest >= 0:
-            with os_errors_as_checkpoint_errors(self.directory):
-                self._locked_directory.set_tracker(newest)
+        self._shared = open_shared(self.directory, fs, self._agreement, look_s=tuning.look_s, lock_wait_s=lock_wait_s)
+        self._saver = Saver(self._shared, keep=max_ckpt_to_keep, tuning=tuning)
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -205,23 +129,31 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save the parts, or ``state``, as ``step``, which must be later than every complete step.
 
-        See the class for the arguments.
-
         Without ``async_save``, the checkpoint is complete and durable when this returns. With it, this waits for the
         previous save and captures the state. Then the caller may change the contents of the state, but until the save
-        has ended, not the shape of a tensor or the ``pieces`` of a LocalShards.
+        has ended, not the shape of a tensor or the ``pieces`` of a :class:`LocalShards`.
+
+        ``extra`` and ``rank_extra`` are JSON with string keys: rank 0's ``extra`` is saved, and each rank's
+        ``rank_extra``. ``export`` writes files for other programs into the draft, and ``after_commit`` learns of the
+        complete checkpoint before older ones are removed. Both are called once, on rank 0, in the background with
+        ``async_save``; they never call the manager or a collective. ``offloader`` holds tensors of the state on the
+        host: they are written from there. Call this inside ``offloader.lending()`` then.
 
         Raises :class:`~hwrl.errors.CheckpointSaveError` if this save fails, or if the previous one failed in the
         background. A rank that cannot capture its state may raise another :class:`~hwrl.errors.HwrlError`. Until the
-        step is complete on all nodes, no complete checkpoint is removed. Go on with a later step.
+        step is complete on all nodes, no complete checkpoint is removed. Go on with a later step. With ``async_save``,
+        the next call raises what this one cannot know. If the previous save failed on all ranks and none has raised its
+        error yet, this call raises it and saves nothing; otherwise it starts the save of ``step`` and then raises.
         """
-        call = self._begin_call(f"step {step} cannot be saved", CheckpointSaveError)
+        what = f"step {step} cannot be saved"
+        call = self._begin_call(what, CheckpointSaveError)
         started_s = time.perf_counter()
         previous_error = self._previous_error()
-        if previous_error is not None and len(self._agreement.ranks) == 1:
+        if previous_error is not None and self._agreement.size == 1:
             raise previous_error
         waited_until_s = time.perf_counter()
-        with _noting(previous_error), self._refusing(call, step):
+        try:
+            taken = take_state(self._one_state(state, what, CheckpointSaveError))
             captured = CapturedSave(
                 call=call,
                 step=_count("step", step),
@@ -231,33 +163,34 @@ class CheckpointManager:
                 export=export,
                 after_commit=after_commit,
                 has_pending_error=previous_error is not None,
-                state=capture_state(
-                    take_state(self._one_state(state, f"step {step} cannot be saved", CheckpointSaveError)),
-                    self._staging,
-                    copy=self._async_save,
-                    offloader=offloader,
-                ),
+                state=capture_state(taken, self._staging, copy=self._async_save, offloader=offloader),
             )
+        except BaseException as exc:  # noqa: BLE001 - _refuse raises it again
+            self._refuse(call, step, exc, previous_error)
         if self._async_save:
             self._save_in_background(captured)
         else:
             self._saver.save(captured)
         if previous_error is not None:
             raise previous_error
-        blocked_s = time.perf_counter() - waited_until_s
-        return _report(captured.state, self._staging, waited_s=waited_until_s - started_s, blocked_s=blocked_s)
+        return SaveReport(
+            waited_s=waited_until_s - started_s,
+            blocked_s=time.perf_counter() - waited_until_s,
+            cloned_nbytes=captured.state.cloned_nbytes,
+            staged_nbytes=captured.state.staged_nbytes,
+            lent_nbytes=captured.state.lent_nbytes,
+            held_nbytes=self._staging.nbytes,
+        )
 
-    @contextlib.contextmanager
-    def _refusing(self, call: int, step: int) -> Iterator[None]:
-        """If the block raises an error, raise it on the other ranks, too: they wait for this rank."""
-        try:
-            yield
-        except Exception as exc:  # noqa: BLE001 - refuse raises the error again
-            self._saver.refuse(call, step, exc)
-        except BaseException as exc:
-            with contextlib.suppress(Exception):
-                self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
-            raise
+    def _refuse(self, call: int, step: int, exc: BaseException, previous_error: Exception | None) -> NoReturn:
+        """Raise ``exc``, also on the other ranks: they wait for this one."""
+        error = not_saved(step, exc) if isinstance(exc, Exception) and not isinstance(exc, HwrlError) else exc
+        if previous_error is not None:  # no later call raises it
+            error.add_note(f"The previous save failed, too: {previous_error}")
+        self._agreement.begin_call(call)
+        with contextlib.suppress(Exception):
+            self._agreement.refuse(error)
+        raise error from (exc if error is not exc else exc.__cause__)
 
     def _save_in_background(self, captured: CapturedSave) -> None:
         try:
@@ -348,12 +281,7 @@ class CheckpointManager:
             self._thread.shutdown()
             self._agreement.close()
             self._staging.close()
-            self._release_directory()
-
-    def _release_directory(self) -> None:
-        locked, self._locked_directory = self._locked_directory, None
-        if locked is not None:
-            locked.close()
+            self._shared.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -404,18 +332,18 @@ class CheckpointManager:
         call = self._begin_call("nothing can be loaded", CheckpointError)
         previous_error = self._previous_error()
         self._agreement.begin_call(call)
-        with self._agreement.vote():  # the other ranks may have no error, and wait for this rank
+        with self._agreement.round() as ranks:
             if previous_error is not None:
                 raise previous_error
             into = self._one_state(state, "nothing can be loaded", CheckpointError)
+            inventory = self._shared.inventory(ranks)
         template: dict[str, Any] = {}
 
         def make_state(saved: SavedTensors) -> dict[str, Any]:
             template.update(make_template(into, saved))
             return template
 
-        inventory = gather_inventory(self._agreement, self._locked_directory)
-        resumed = self._resumer.resume(make_state, inventory, step=step)
+        resumed = load_newest(self._shared, inventory, make_state, step=step, backend=self._backend)
         if resumed is not None:
             restore(into, template)
             of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
@@ -446,33 +374,11 @@ def _check_options(max_ckpt_to_keep: int | None, staging: str, *, async_save: bo
         )
 
 
-def _report(state: CapturedState, staging: StagingMemory, *, waited_s: float, blocked_s: float) -> SaveReport:
-    return SaveReport(
-        waited_s=waited_s,
-        blocked_s=blocked_s,
-        cloned_nbytes=state.cloned_nbytes,
-        staged_nbytes=state.staged_nbytes,
-        lent_nbytes=state.lent_nbytes,
-        held_nbytes=staging.nbytes,
-    )
-
-
 def _log_failure(saving: Future[None]) -> None:
     """Log the error of a save at once. The next call raises it, but the program may end without another call."""
     error = saving.exception()
     if error is not None:
         _log.error("a save in the background failed: %s", error)
-
-
-@contextlib.contextmanager
-def _noting(previous_error: Exception | None) -> Iterator[None]:
-    """Note ``previous_error`` on an error of the block, because no later call raises ``previous_error``."""
-    try:
-        yield
-    except BaseException as exc:
-        if previous_error is not None:
-            exc.add_note(f"The previous save failed, too: {previous_error}")
-        raise
 
 
 def _count(name: str, value: Any) -> int:

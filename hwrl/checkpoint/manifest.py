@@ -21,7 +21,7 @@ from typing import Any
 
 from hwrl.checkpoint.durable import FileRecord
 from hwrl.checkpoint.lock import try_flock
-from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
+from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
 from hwrl.files import open_to_read, read_file
 
 MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
@@ -99,9 +99,9 @@ class Manifest:
         counts += [record.nbytes for record in self.files.values()]
         texts = [self.save_id, *self.versions, *self.versions.values()]
         texts += [record.sha256 for record in self.files.values()]
-        if not all(type(count) is int for count in counts) or not all(type(text) is str for text in texts):
+        if {*map(type, counts)} != {int} or {*map(type, texts)} != {str}:
             raise TypeError("a field has the wrong type")
-        if not all(abs(count) < 1 << 63 for count in counts) or not 0 <= self.node < self.nodes:
+        if max(map(abs, counts)) >= 1 << 63 or not 0 <= self.node < self.nodes:
             raise ValueError("a number in its manifest is not possible")
         datetime.fromtimestamp(self.saved_unix_s, UTC)
 
@@ -190,6 +190,43 @@ def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any
         why = f"{EXTRA_NAME} has the state of {len(ranks)} ranks and the manifest says {info.manifest.world_size}"
         raise corrupt_error(info.path, why)
     return shared, ranks
+
+
+def copy_extra(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a deep copy of ``value``, so that the caller may change the original afterwards.
+
+    Raises CheckpointSaveError for a value that JSON cannot hold, and for one that JSON would alter: a tuple, or a key
+    that is not a string.
+    """
+    value = dict(value or {})
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as exc:
+        raise _not_json(str(exc)) from exc
+    if copy != value:  # a number that is none differs from itself, and is not altered
+        _refuse_altered(value)
+    return copy
+
+
+def _refuse_altered(value: object) -> None:
+    if isinstance(value, tuple):
+        raise _not_json(f"the tuple {value!r} would come back as a list")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise _not_json(f"the key {key!r} is not a string and would come back as a string")
+        value = list(value.values())
+    if isinstance(value, list):
+        for element in value:
+            _refuse_altered(element)
+
+
+def _not_json(why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        "the extra state cannot be saved",
+        why=why,
+        fix="give JSON: only string keys, and lists instead of tuples; put tensors into the state",
+    )
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hwrl.checkpoint.load import SavedTensors
-from hwrl.checkpoint.planners import misfit_error
+from hwrl.checkpoint.load import SavedTensors, misfit_error
 from hwrl.errors import CheckpointSaveError, ConfigError
 
 _STRUCTURE = "structure-"  # in names: the value is a structure

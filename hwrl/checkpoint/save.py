@@ -2,73 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
 import platform
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what torch's planner does first
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import hwrl
-from hwrl.checkpoint.agreement import Agreement
-from hwrl.checkpoint.directory import CheckpointDirectory, draft_path
+from hwrl.checkpoint.agreement import Round
+from hwrl.checkpoint.directory import draft_path
 from hwrl.checkpoint.durable import DurableFS, FileRecord
-from hwrl.checkpoint.inventory import RankInventory, merge_inventories
-from hwrl.checkpoint.layout import decode_plan, encode_items
+from hwrl.checkpoint.layout import Json, seal
 from hwrl.checkpoint.load import SavedTensors
-from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, step_name
-from hwrl.checkpoint.nodes import Node
-from hwrl.checkpoint.seal import seal
-from hwrl.checkpoint.stages import (
-    AgreedSave,
-    Assignment,
-    CapturedSave,
-    CommittedSave,
-    Export,
-    ExtraState,
-    PlannedSave,
-    RankFiles,
-    RankPlan,
-    SaveDecision,
-    SaveRequest,
-    WrittenSave,
-)
-from hwrl.checkpoint.state import CapturedStateReader, plan_items
-from hwrl.checkpoint.tensor_files import write_tensor_files
-from hwrl.checkpoint.tuning import SaveTuning
+from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, step_name, step_of
+from hwrl.checkpoint.nodes import SharedDirectory, merge_looks
+from hwrl.checkpoint.shards import SaveItem, assign
+from hwrl.checkpoint.staging import CapturedState, SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 from hwrl.files import LOST
 
 EXPORT_NAME = "hf"
 """The directory in a checkpoint for the files of ``export``."""
+Export = Callable[[Path, SavedTensors], object]
+"""The caller's function that writes files for other readers: it gets an empty directory and the saved tensors."""
+AfterCommit = Callable[[CheckpointInfo], object]
+"""The caller's function that runs when the checkpoint is complete."""
+
+_ResultT = TypeVar("_ResultT")
 
 
 @dataclass(frozen=True)
-class Saver:
-    """Saves steps, one at a time. All ranks of ``agreement`` do it together.
+class CapturedSave:
+    """The arguments of ``save``, with the captured state. ``call`` is the number of the call, the same on all ranks.
 
-    ``path`` is the checkpoint directory. ``directory`` is None except on node leaders: only they create drafts, and
-    rename and remove drafts and checkpoints. Every rank writes its files into the draft.
-
-    ``failed_verification`` lists checkpoints in which a file had a wrong hash or could not be read. :class:`Resumer`
-    shares this list and fills it, on every rank. At the next save, each node leader puts these checkpoints aside and
-    empties its list.
+    ``has_pending_error`` says that this call of ``save`` will raise the error of the previous save. If that is so on
+    every rank, nothing is saved. If another rank has no pending error, it had none, or it raised it in an earlier call.
+    Then all ranks save this step in the background, and on this rank ``save`` raises the pending error at once.
     """
 
-    path: Path
-    agreement: Agreement
-    node: Node
-    directory: CheckpointDirectory | None
-    fs: DurableFS
-    keep: int | None
-    tuning: SaveTuning
-    failed_verification: list[Path]
+    call: int
+    step: int
+    weight_version: int
+    state: CapturedState
+    extra: Mapping[str, Any]
+    rank_extra: Mapping[str, Any]
+    export: Export | None
+    after_commit: AfterCommit | None
+    has_pending_error: bool
+
+
+class _AgreedSave(NamedTuple):
+    """What the ranks have agreed on. This rank writes ``items``. ``extra`` is None except on node leaders.
+
+    ``newest`` is the newest complete step. ``uncommitted`` has the intact checkpoints on this disk that are newer.
+    """
+
+    save_id: str
+    draft: Path
+    newest: int
+    uncommitted: list[Path]
+    items: list[SaveItem]
+    extra: Json | None
+
+
+class _Plan(NamedTuple):
+    """The items that this rank has, and the positions of those that it writes."""
+
+    items: list[SaveItem]
+    own: list[int]
+
+
+class Saver:
+    """Saves steps, one at a time. All ranks do it together, in four rounds of their agreement.
+
+    The plan of a save is who writes what. It is kept for as long as no rank's items change: then a rank sends no items,
+    and rank 0 assigns none. A rank forgets its plan before a first round, and knows it again when it has read the
+    decision of rank 0. So a rank that knows a plan, knows the one of rank 0.
+    """
+
+    def __init__(self, shared: SharedDirectory, *, keep: int | None, tuning: SaveTuning) -> None:
+        self._shared, self._keep, self._tuning = shared, keep, tuning
+        self._plan: _Plan | None = None
+        self._entries_of_ranks: list[list[Json]] = [[] for _ in range(shared.agreement.size)]  # on rank 0
 
     def save(self, captured: CapturedSave) -> None:
         """Write and commit ``captured``, and release its state.
@@ -77,276 +101,308 @@ class Saver:
         But if every rank has a pending error, nothing is saved. Raises CheckpointSaveError on all ranks if one rank
         fails.
         """
-        self.agreement.begin_call(captured.call)
+        self._shared.agreement.begin_call(captured.call)
         try:
             agreed = self._agree(captured)
             if agreed is not None:
-                self._save_agreed(agreed)
+                self._save_agreed(captured, agreed)
         except CheckpointSaveError:
             raise
         except Exception as exc:  # from the disk, from another rank, or from the caller's export
-            raise _not_saved(captured.step, _reason(exc)) from exc
+            raise not_saved(captured.step, exc) from exc
         finally:
             captured.state.close()
 
-    def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
-        """Call this instead of :meth:`save` on a rank that could not capture its state.
+    def _save_agreed(self, captured: CapturedSave, agreed: _AgreedSave) -> None:
+        """Write, commit, and finish: each is a round. So no rank begins one before all have succeeded in the last.
 
-        Raises ``error`` if it is an hwrl error, and CheckpointSaveError otherwise. The other ranks raise a
-        CheckpointSaveError in :meth:`save`.
+        If a rank cannot read the decision of the first round, its error says that the step was not saved, although the
+        others may go on.
         """
-        self.agreement.begin_call(call)
-        with self.agreement.vote():
-            if isinstance(error, HwrlError):
-                raise error
-            raise _not_saved(step, _reason(error)) from error
-        raise AssertionError("the vote has failed")
-
-    def _save_agreed(self, agreed: AgreedSave) -> None:
-        """Write, commit, announce, and remove old checkpoints.
-
-        Each of these four actions is a vote. So no rank begins an action before all ranks have succeeded in the
-        previous one. If a rank cannot read the decision of the first vote, its error says that the step was not saved,
-        although the others may go on.
-        """
-        step = agreed.captured.step
+        agreement, step = self._shared.agreement, captured.step
         try:
-            with self.agreement.vote():
-                planned = self._plan(agreed)
-                written = self._write(planned)
+            with agreement.round() as ranks:
+                manifest = self._write(ranks, captured, agreed)
         except Exception:
             self._remove_draft(agreed.draft)
             raise
         try:
-            with self.agreement.vote():
-                committed = self._commit(written)
-            with self.agreement.vote():
-                self._announce(committed)
-            with self.agreement.vote():
-                self._retain(step)
+            with agreement.round():
+                self._commit(agreed.draft, step)
+            with agreement.round() as ranks:
+                self._finish(ranks, captured, manifest)
         except CheckpointSaveError:
             self._remove_draft(agreed.draft)
             raise
         except Exception as exc:  # a rank fell silent or the store failed, so others may have gone on
             may_be_complete = not self._remove_draft(agreed.draft)  # while this draft exists, the step is incomplete
-            raise (_in_doubt if may_be_complete else _not_saved)(step, _reason(exc)) from exc
+            raise (_in_doubt if may_be_complete else not_saved)(step, exc) from exc
 
-    # -- captured -> agreed -------------------------------------------------------------------------------------
+    # -- round 1: agree -----------------------------------------------------------------------------------------
 
-    def _agree(self, captured: CapturedSave) -> AgreedSave | None:
+    def _agree(self, captured: CapturedSave) -> _AgreedSave | None:
         """Agree with all ranks on this save. Return None if every rank has a pending error: nothing is saved then."""
-        with self.agreement.round() as ranks:
-            own = RankInventory.read(self.directory, without=self.failed_verification)
-            request = SaveRequest(
-                captured.step,
-                captured.has_pending_error,
-                captured.extra,
-                captured.rank_extra,
-                inventory=own.node,
-            )
-            requests = ranks.gather(request)
-            decision = None if requests is None else self._decide(captured.step, requests)
-            decision = ranks.broadcast(decision, SaveDecision)
-        if decision.save_id is None:
+        shared, known, self._plan = self._shared, self._plan, None
+        rank, leads = shared.agreement.rank, shared.own is not None
+        with shared.agreement.round() as ranks:
+            items = captured.state.list_items(max_nbytes=self._tuning.max_item_nbytes)
+            is_known = known is not None and known.items == items
+            request = {
+                "step": captured.step,
+                "has_pending_error": captured.has_pending_error,
+                "rank_extra": captured.rank_extra,
+                "entries": None if is_known else [item.entry for item in items],
+                "look": (look := shared.look(without=shared.damaged)),
+            }
+            requests, decision, extra = ranks.gather(request), None, None
+            if requests is not None:
+                decision = self._decide(captured.step, requests)
+                extra = {"all": captured.extra, "ranks": [request["rank_extra"] for request in requests]}
+                if len(shared.nodes) > 1:
+                    ranks.tell(extra)  # it may be too large to send it to every rank
+            elif leads:
+                [extra] = ranks.hear([0])
+            decision = ranks.broadcast(decision)
+        if decision["save_id"] is None:
+            self._plan = known
             return None
-        extra = None
-        if requests is not None:
-            extra = ExtraState(requests[0].extra, [request.rank_extra for request in requests])
-        draft = draft_path(self.path, captured.step, decision.save_id)
-        return AgreedSave(captured, decision.save_id, draft, decision.inventory, extra)
+        positions = decision["positions"]
+        self._plan = plan = _Plan(items, known.own if known and positions is None else positions[rank])
+        own = [items[position] for position in plan.own]
+        if captured.state.offloaded:
+            own.sort(key=lambda item: item.key not in captured.state.offloaded)  # the next offload waits for these
+        draft = draft_path(shared.path, captured.step, decision["save_id"])
+        intact = [] if look is None else look["intact"]
+        uncommitted = [shared.path / name for name in intact if (step_of(name) or 0) > decision["newest"]]
+        return _AgreedSave(decision["save_id"], draft, decision["newest"], uncommitted, own, extra)
 
-    def _decide(self, step: int, requests: Sequence[SaveRequest]) -> SaveDecision:
-        """On rank 0, check the requests of all ranks and decide what they save."""
-        inventory = merge_inventories([RankInventory(request.inventory) for request in requests])
-        if all(request.has_pending_error for request in requests):
-            return SaveDecision(None, inventory)
-        if len({request.step for request in requests}) > 1:
-            raise _not_saved(step, f"the ranks called save with different steps: {[req.step for req in requests]}")
-        if step <= inventory.newest:
+    def _decide(self, step: int, requests: Sequence[Json]) -> Json:
+        """On rank 0, check the requests of all ranks and decide what they save, and who writes what."""
+        shared = self._shared
+        newest = merge_looks([request["look"] for request in requests]).newest
+        decision: Json = {"save_id": None, "newest": newest, "positions": None}
+        if all(request["has_pending_error"] for request in requests):
+            return decision
+        if len({request["step"] for request in requests}) > 1:
+            steps = [request["step"] for request in requests]
+            raise not_saved(step, f"the ranks called save with different steps: {steps}")
+        if step <= newest:
             raise CheckpointSaveError(
                 f"step {step} cannot be saved",
-                why=f"{self.path} already has the complete step {inventory.newest}",
+                why=f"{shared.path} already has the complete step {newest}",
                 fix="save a later step; to go back to an earlier one, first move the newer checkpoints away",
             )
-        return SaveDecision(os.urandom(8).hex(), inventory)
+        changed = {rank: request["entries"] for rank, request in enumerate(requests) if request["entries"] is not None}
+        if changed:
+            for rank, entries in changed.items():
+                self._entries_of_ranks[rank] = entries
+            positions: dict[int, list[int]] = {}
+            for ranks in shared.nodes:  # an item on two nodes is written on both
+                positions |= zip(ranks, assign([self._entries_of_ranks[rank] for rank in ranks]), strict=True)
+            decision["positions"] = [positions[rank] for rank in range(len(requests))]
+        return {**decision, "save_id": os.urandom(8).hex()}
 
-    # -- agreed -> planned --------------------------------------------------------------------------------------
+    # -- round 2: write -----------------------------------------------------------------------------------------
 
-    def _plan(self, agreed: AgreedSave) -> PlannedSave:
-        """Create this node's draft, and divide the items among the ranks of the node."""
-        with self.node.agreement.round() as ranks:
-            extra = self._share_extra(agreed.extra)
-            plan = plan_items(agreed.captured.state, max_item_nbytes=self.tuning.max_item_nbytes)
-            plans = ranks.gather(RankPlan(encode_items(plan.items)))
-            assignment = None
-            if plans is not None:
-                self._prepare_draft(agreed)
-                assignment = _assign(plans)
-            assignment = ranks.broadcast(assignment, Assignment)
-        items = [plan.items[position] for position in assignment.positions[self.node.rank]]
-        return PlannedSave(agreed, plan, items, extra)
+    def _write(self, ranks: Round, captured: CapturedSave, agreed: _AgreedSave) -> Manifest | None:
+        """Write all files of this node. The state is released as soon as this rank's items are written.
 
-    def _share_extra(self, extra: ExtraState | None) -> ExtraState | None:
-        """Send the extra state from rank 0 to all node leaders, which write ``extra.json``."""
-        if self.node.leaders is None:
+        Returns the manifest on node leaders, when every file of the node is durable in the draft.
+        """
+        shared, state = self._shared, captured.state
+        if shared.own is None:
+            ranks.hear(shared.ranks[:1])
+        else:
+            self._prepare_draft(captured, agreed)
+            ranks.tell(None)
+        state.read_only(agreed.items)
+        try:
+            entries = write_tensor_files(shared, agreed.draft, agreed.items, state, self._tuning)
+        finally:
+            state.close()
+        files = shared.fs.take_records(agreed.draft)
+        if shared.own is None:
+            ranks.tell([entries, {name: vars(record) for name, record in files.items()}])
             return None
-        with self.node.leaders.round() as leaders:
-            return leaders.broadcast(extra, ExtraState)
+        for others_entries, others_files in ranks.hear(shared.ranks[1:]):
+            entries += others_entries
+            files |= {name: FileRecord(**record) for name, record in others_files.items()}
+        return self._seal(captured, agreed, entries, files)
 
-    def _prepare_draft(self, agreed: AgreedSave) -> None:
+    def _prepare_draft(self, captured: CapturedSave, agreed: _AgreedSave) -> None:
         """Correct the tracker, put aside checkpoints that cannot be resumed, and create the draft."""
-        directory = self._own_directory
-        if agreed.inventory.complete:
-            directory.set_tracker(agreed.inventory.newest)
-        directory.put_aside(sorted({*self.failed_verification, *agreed.inventory.uncommitted(directory)}))
-        self.failed_verification.clear()  # later checkpoints with these names will be intact
-        directory.create_draft(agreed.captured.step, agreed.save_id)
+        own, damaged = self._shared.own, self._shared.damaged
+        assert own is not None, "a node leader has one"
+        if agreed.newest >= 0:
+            own.set_tracker(agreed.newest)
+        own.put_aside(sorted({*damaged, *agreed.uncommitted}))
+        damaged.clear()  # later checkpoints with these names will be intact
+        own.create_draft(captured.step, agreed.save_id)
 
-    # -- planned -> written -------------------------------------------------------------------------------------
-
-    def _write(self, planned: PlannedSave) -> WrittenSave:
-        """Write all files of this node. The state is released as soon as this rank's items are written."""
-        captured, draft = planned.agreed.captured, planned.agreed.draft
-        with self.node.agreement.round() as ranks:
-            reader = CapturedStateReader(captured.state, planned.plan, planned.items)
-            try:
-                entries = write_tensor_files(
-                    self.fs, draft, self.agreement.rank, planned.items, planned.plan, reader, self.tuning
-                )
-            finally:
-                reader.close()
-            captured.state.close()
-            written = ranks.gather(RankFiles(entries, self.fs.take_records(draft)))
-            manifest = None if written is None else self._complete_draft(planned, written)
-        return WrittenSave(captured, draft, manifest)
-
-    def _complete_draft(self, planned: PlannedSave, ranks: Sequence[RankFiles]) -> Manifest:
-        """On the node leader, add the export, layout, extra state and manifest to the files that ``ranks`` wrote."""
-        agreed, extra = planned.agreed, planned.extra
-        assert extra is not None, "a node leader has it"
-        files = {name: record for rank_files in ranks for name, record in rank_files.files.items()}
-        entries = [entry for rank_files in ranks for entry in rank_files.entries]
-        manifest = self._manifest(agreed, files)
-        if self.agreement.leads and agreed.captured.export is not None:
-            self._export(agreed.captured.export, SavedTensors(CheckpointInfo(agreed.draft, manifest), entries))
-        return seal(self.fs, agreed.draft, entries, {"all": extra.all, "ranks": extra.ranks}, manifest)
-
-    def _export(self, export: Export, saved: SavedTensors) -> None:
-        directory = saved.info.path / EXPORT_NAME
-        self.fs.mkdir(directory)
-        export(directory, saved)
-        for path in sorted(directory.rglob("*")):
-            if path.is_symlink():
-                raise CheckpointSaveError(
-                    f"the export created a symbolic link: {path.name}",
-                    why="a checkpoint may contain only regular files",
-                    fix="write the content into a file",
-                )
-            if path.is_file():
-                self.fs.adopt_file(path)
-
-    def _manifest(self, agreed: AgreedSave, files: Mapping[str, FileRecord]) -> Manifest:
-        return Manifest(
-            step=agreed.captured.step,
+    def _seal(
+        self, captured: CapturedSave, agreed: _AgreedSave, entries: list[Json], files: dict[str, FileRecord]
+    ) -> Manifest:
+        """On the node leader, add the export, layout, extra state and manifest to the files of the node's ranks."""
+        shared = self._shared
+        manifest = Manifest(
+            step=captured.step,
             save_id=agreed.save_id,
-            world_size=len(self.agreement.ranks),
-            weight_version=agreed.captured.weight_version,
+            world_size=shared.agreement.size,
+            weight_version=captured.weight_version,
             saved_unix_s=time.time(),
             versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
             files=files,
-            node=self.node.number,
-            nodes=self.node.count,
+            node=shared.node,
+            nodes=len(shared.nodes),
         )
-
-    # -- written -> committed, announced ------------------------------------------------------------------------
-
-    def _commit(self, written: WrittenSave) -> CommittedSave:
-        """On the node leader, give the draft its final name. When all nodes have done so, the step is complete."""
-        if self.directory is not None:
-            try:
-                self.directory.commit(written.draft, written.captured.step)
-            except OSError as exc:
-                if exc.errno == LOST or written.draft.exists():
-                    raise _not_saved(written.captured.step, _reason(exc)) from exc
-                raise _not_durable(written.captured.step, exc) from exc
-        return CommittedSave(written.captured, written.manifest)
-
-    def _announce(self, committed: CommittedSave) -> None:
-        """On the node leader, set the tracker to the step. On rank 0, then call ``after_commit``."""
-        if self.directory is not None:
-            try:
-                self.directory.set_tracker(committed.captured.step)
-            except (OSError, CheckpointError) as exc:
-                raise _not_finished(committed.captured.step, exc) from exc
-            if self.agreement.leads:
-                self._call_after_commit(committed)
-
-    def _retain(self, step: int) -> None:
-        """On the node leader, remove all but the newest ``keep`` checkpoints.
-
-        Until ``after_commit`` has returned, a tracker of the caller may name an old checkpoint. So no node removes one
-        before that: this is a vote of its own.
-        """
-        if self.directory is not None:
-            try:
-                self.directory.retain(self.keep)
-            except (OSError, CheckpointError) as exc:
-                raise _not_finished(step, exc) from exc
-
-    def _call_after_commit(self, committed: CommittedSave) -> None:
-        captured, manifest = committed.captured, committed.manifest
-        if captured.after_commit is None:
-            return
-        assert manifest is not None, "rank 0 is the leader of its node"
-        try:
-            captured.after_commit(CheckpointInfo(self.path / step_name(captured.step), manifest))
-        except Exception as exc:
-            raise _callback_failed(captured.step, _reason(exc)) from exc
+        if shared.agreement.rank == 0 and captured.export is not None:
+            saved = SavedTensors(CheckpointInfo(agreed.draft, manifest), entries)
+            _export(shared.fs, agreed.draft / EXPORT_NAME, captured.export, saved)
+        assert agreed.extra is not None, "a node leader has it"
+        return seal(shared.fs, agreed.draft, entries, agreed.extra, manifest)
 
     def _remove_draft(self, draft: Path) -> bool:
         """On the node leader, remove the draft if it still exists. Return whether it existed."""
-        if self.directory is None or not draft.exists():
+        if self._shared.own is None or not draft.exists():
             return False
-        self.directory.remove_draft(draft)
+        self._shared.own.remove_draft(draft)
         return True
 
-    @property
-    def _own_directory(self) -> CheckpointDirectory:
-        assert self.directory is not None, "a node leader has one"
-        return self.directory
+    # -- rounds 3 and 4: commit and finish ----------------------------------------------------------------------
+
+    def _commit(self, draft: Path, step: int) -> None:
+        """On the node leader, give the draft its final name. When all nodes have done so, the step is complete."""
+        if self._shared.own is None:
+            return
+        try:
+            self._shared.own.commit(draft, step)
+        except OSError as exc:
+            if exc.errno == LOST or draft.exists():
+                raise not_saved(step, exc) from exc
+            raise CheckpointSaveError(
+                f"step {step} is complete on this disk, but its name may not be durable",
+                why=f"{exc.strerror}: {exc.filename}",
+                fix="fix the cause and save a later step; with several nodes, this step is complete if all nodes "
+                "have it",
+            ) from exc
+
+    def _finish(self, ranks: Round, captured: CapturedSave, manifest: Manifest | None) -> None:
+        """On the node leader, set the tracker and remove all but the newest ``keep`` checkpoints.
+
+        Rank 0 calls ``after_commit`` in between. Until it has returned, a tracker of the caller may name an old
+        checkpoint. So no node removes one before that.
+        """
+        own, step = self._shared.own, captured.step
+        if own is None:
+            return
+        with _finishing(step):
+            own.set_tracker(step)
+        if self._shared.agreement.rank:
+            ranks.hear([0])
+        else:
+            if captured.after_commit is not None:
+                assert manifest is not None, "rank 0 is the leader of its node"
+                _call_after_commit(captured.after_commit, CheckpointInfo(self._shared.path / step_name(step), manifest))
+            ranks.tell(None)
+        with _finishing(step):
+            own.retain(self._keep)
 
 
-# -- items and ranks ------------------------------------------------------------------------------------------------
+# -- the caller's functions -----------------------------------------------------------------------------------------
 
 
-def _assign(plans: Sequence[RankPlan]) -> Assignment:
-    """Assign each item to one rank of the node.
+def _export(fs: DurableFS, directory: Path, export: Export, saved: SavedTensors) -> None:
+    fs.mkdir(directory)
+    export(directory, saved)
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink():
+            raise CheckpointSaveError(
+                f"the export created a symbolic link: {path.name}",
+                why="a checkpoint may contain only regular files",
+                fix="write the content into a file",
+            )
+        if path.is_file():
+            fs.adopt_file(path)
 
-    If several ranks have the same item of a tensor, the rank with the fewest bytes to write gets it. A non-tensor value
-    goes to the lowest rank with its name, because different ranks may have different values. This is done for each node
-    separately: an item on two nodes is written on both.
+
+def _call_after_commit(after_commit: AfterCommit, info: CheckpointInfo) -> None:
+    try:
+        after_commit(info)
+    except Exception as exc:
+        raise CheckpointSaveError(
+            f"step {info.step} is complete, but its after_commit failed",
+            why=_reason(exc),
+            fix="fix the cause; after_commit is not called again for this step, and the next save removes old "
+            "checkpoints",
+        ) from exc
+
+
+# -- tensor files ---------------------------------------------------------------------------------------------------
+
+
+def write_tensor_files(
+    shared: SharedDirectory, draft: Path, items: Sequence[SaveItem], state: CapturedState, tuning: SaveTuning
+) -> list[Json]:
+    """Write ``items`` into files ``__<rank>_<number>.distcp``, in parallel. Return their entries for the layout.
+
+    The files have the names and the format of torch's writer; ``.metadata`` is written later. When this returns, the
+    content of all files is durable. If files fail, this waits for all of them and raises the error of the first.
     """
-    decoded = [decode_plan(plan.items) for plan in plans]
-    kept = dedup_save_plans(_keep_lowest_values(decoded))
-    return Assignment([_positions(*pair) for pair in zip(decoded, kept, strict=True)])
+
+    def write(number: int, file_items: list[SaveItem]) -> list[Json]:
+        name, entries = f"__{shared.agreement.rank}_{number}.distcp", []
+        with shared.fs.create_stream(draft / name, "wb") as stream:
+            for item in file_items:
+                start = stream.tell()
+                with state.reading(item) as data:
+                    if isinstance(data, io.BytesIO):
+                        stream.write(data.getbuffer())
+                    else:
+                        torch.save(data, stream)
+                entries.append({**item.entry, "file": name, "start": start, "nbytes": stream.tell() - start})
+        return entries
+
+    written = _run_in_threads(
+        [functools.partial(write, *numbered) for numbered in enumerate(_divide_over_files(items, tuning))]
+    )
+    return [entry for entries in written for entry in entries]
 
 
-def _keep_lowest_values(plans: list[SavePlan]) -> list[SavePlan]:
-    """Remove each non-tensor value from all plans but the first that has it."""
-    taken: set[str] = set()
-    reduced = []
-    for plan in plans:
-        values = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
-        new = values - taken
-        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn in new]
-        taken |= values
-        reduced.append(replace(plan, items=items))
-    return reduced
+def _divide_over_files(items: Sequence[SaveItem], tuning: SaveTuning) -> list[list[SaveItem]]:
+    """Divide ``items`` into files of about equal size. Within a file, the items keep their order.
+
+    The items are placed in descending order of size, each into the file that is the smallest so far.
+    """
+    count = max(1, min(tuning.max_files, sum([item.nbytes for item in items]) // tuning.min_file_nbytes))
+    if count == 1:
+        return [list(items)]
+    positions: list[list[int]] = [[] for _ in range(count)]
+    file_nbytes = [0] * count
+    for position in sorted(range(len(items)), key=lambda position: -items[position].nbytes):
+        smallest = file_nbytes.index(min(file_nbytes))
+        positions[smallest].append(position)
+        file_nbytes[smallest] += items[position].nbytes
+    return [[items[position] for position in sorted(in_file)] for in_file in positions]
 
 
-def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
-    position: dict[MetadataIndex, int] = {item.index: number for number, item in enumerate(plan.items)}
-    return [position[item.index] for item in kept.items]
+def _run_in_threads(actions: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
+    """Run each action in its own thread. (An executor cannot be used: it refuses work while the interpreter exits.)"""
+    futures: list[Future[_ResultT]] = [Future() for _ in actions]
+
+    def run(action: Callable[[], _ResultT], future: Future[_ResultT]) -> None:
+        try:
+            future.set_result(action())
+        except BaseException as exc:  # noqa: BLE001 - raised again by future.result()
+            future.set_exception(exc)
+
+    for pair in zip(actions, futures, strict=True):
+        threading.Thread(target=run, args=pair).start()
+    try:
+        wait(futures)  # not Thread.join: after an interrupt it can report a running thread as ended (bpo-45274)
+    except BaseException:  # an interrupt: wait for the threads, because they read a state that the caller will change
+        wait(futures)
+        raise
+    return [future.result() for future in futures]
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -358,40 +414,31 @@ def _reason(exc: Exception) -> str:
     return f"{exc.what}; {exc.why}" if exc.why else exc.what  # an error of another rank may have no `why`
 
 
-def _not_saved(step: int, why: str) -> CheckpointSaveError:
+def not_saved(step: int, why: str | Exception) -> CheckpointSaveError:
+    """Return the error for a step that is not on the disk."""
     return CheckpointSaveError(
-        f"step {step} was not saved", why=why, fix="fix the cause and save again; resume loads the newest complete step"
+        f"step {step} was not saved",
+        why=_reason(why) if isinstance(why, Exception) else why,
+        fix="fix the cause and save again; resume loads the newest complete step",
     )
 
 
-def _not_durable(step: int, exc: OSError) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"step {step} is complete on this disk, but its name may not be durable",
-        why=f"{exc.strerror}: {exc.filename}",
-        fix="fix the cause and save a later step; with several nodes, this step is complete if all nodes have it",
-    )
+@contextlib.contextmanager
+def _finishing(step: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointError) as exc:
+        raise CheckpointSaveError(
+            f"step {step} is complete, but the tracker was not set or old checkpoints were not removed",
+            why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
+            fix="fix the cause; the next save sets the tracker and removes old checkpoints",
+        ) from exc
 
 
-def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"step {step} is complete, but the tracker was not set or old checkpoints were not removed",
-        why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-        fix="fix the cause; the next save sets the tracker and removes old checkpoints",
-    )
-
-
-def _callback_failed(step: int, why: str) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"step {step} is complete, but its after_commit failed",
-        why=why,
-        fix="fix the cause; after_commit is not called again for this step, and the next save removes old checkpoints",
-    )
-
-
-def _in_doubt(step: int, why: str) -> CheckpointSaveError:
+def _in_doubt(step: int, why: str | Exception) -> CheckpointSaveError:
     """Return the error of a rank that lost contact during the commit or later. (Later, the step is complete.)"""
     return CheckpointSaveError(
         f"step {step} may or may not be complete",
-        why=why,
+        why=_reason(why) if isinstance(why, Exception) else why,
         fix="save a later step; resume loads the newest complete step in any case",
     )

@@ -4,7 +4,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
 from hwrl.checkpoint import agreement as agreement_module
-from hwrl.checkpoint.agreement import Agreement, Message
+from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.manifest import corrupt_error, inspect_checkpoint
 from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
@@ -47,8 +46,8 @@ def noise(seed: int, mib: float) -> str:
 
 
 def _leave_late(group: Group) -> float:
-    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
-    with agreement.vote():
+    agreement = Agreement(group.store, rank=group.rank, size=group.size, timeout_s=TIMEOUT_S)
+    with agreement.round():
         pass
     agreement.begin_call(1)
     known_s = 0.0
@@ -63,7 +62,7 @@ def _leave_late(group: Group) -> float:
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 1:
             patch.setattr(agreement_module, "await_keys", wait_late)
-        with agreement.vote():
+        with agreement.round():
             pass
     agreement.close()
     return time.monotonic() if group.rank == 0 else known_s
@@ -75,48 +74,43 @@ def test_the_leader_ends_after_the_others_know_the_decision() -> None:
     assert leader_s > other_s > 0
 
 
-def _fail_among_some(group: Group, what: str) -> str:
-    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
-    some = agreement.among([1, 2], name="some") if group.rank else None
-    try:
-        with agreement.vote():
-            if some is not None:
-                with some.vote():
-                    if group.rank == 2:
-                        raise CheckpointError(what)
-    except CheckpointError as error:
-        return error.what
-    return ""
+def _fail_where_others_hear(group: Group, what: str) -> list[str]:
+    """Rank 2 fails before rank 1 hears it. Return the errors of all ranks, and whether the messages were heard."""
+    agreement = Agreement(group.store, rank=group.rank, size=group.size, timeout_s=TIMEOUT_S)
+    texts = []
+    for fails in (True, False):
+        try:
+            with agreement.round() as ranks:
+                if group.rank == 2 and fails:
+                    raise CheckpointError(what)
+                if group.rank == 2:
+                    ranks.tell({"from": 2})
+                if group.rank == 1:
+                    assert ranks.hear([2]) == [{"from": 2}]
+            texts.append("")
+        except CheckpointError as error:
+            texts.append(error.what)
+    return texts
 
 
-def test_an_error_from_a_round_of_some_ranks_names_the_rank_where_it_happened_once() -> None:
-    texts = on_ranks(_fail_among_some, 3, "rank files are missing")
-    assert texts == ["rank 2: rank files are missing"] * 2 + ["rank files are missing"]
+def test_an_error_that_another_rank_hears_names_the_rank_where_it_happened_once() -> None:
+    texts = on_ranks(_fail_where_others_hear, 3, "rank files are missing")
+    assert texts == [["rank 2: rank files are missing", ""]] * 2 + [["rank files are missing", ""]]
 
 
 # -- values of any size -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Text(Message):
-    text: str
-
-
-@dataclass(frozen=True)
-class Texts(Message):
-    texts: list[str]
-
-
 def _decide_on_much(group: Group) -> list[int]:
-    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
+    agreement = Agreement(group.store, rank=group.rank, size=group.size, timeout_s=TIMEOUT_S)
     keys = []
     for mib in (0, 9, 0):
         with agreement.round() as ranks:
-            own = ranks.gather(Text(noise(group.rank, mib)))
+            own = ranks.gather(noise(group.rank, mib))
             assert (own is None) == (group.rank != 0)
-            both = ranks.broadcast(None if own is None else Texts([one.text for one in own]), Texts)
-        assert both.texts == [noise(rank, mib) for rank in range(group.size)]
-        with agreement.vote():
+            both = ranks.broadcast(own)
+        assert both == [noise(rank, mib) for rank in range(group.size)]
+        with agreement.round():
             pass
         group.barrier()
         keys.append(len([key for key in group.store.list_keys() if key.startswith("round") and "/beat" not in key]))

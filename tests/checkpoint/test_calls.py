@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, SaveTuning
-from hwrl.checkpoint.seal import seal
+from hwrl.checkpoint.layout import seal
 from hwrl.cli import main
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl_cpu import INFO, CpuBackend

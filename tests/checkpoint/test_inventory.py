@@ -2,32 +2,32 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hwrl.checkpoint import TRACKER_NAME, CheckpointManager, Manifest
-from hwrl.checkpoint.inventory import IntactPart, NodeInventory, RankInventory, merge_inventories
-from hwrl.checkpoint.nodes import SeenRanks, group_by_seen_ranks
+from hwrl.checkpoint.nodes import group_by_seen_ranks, merge_looks
 from hwrl.errors import CheckpointError, CheckpointNotFoundError
 from hwrl_cpu import INFO, CpuBackend
 
 
-def _view(saves: dict[int, str], *, announced: int = -1, node: int = 0, nodes: int = 2) -> RankInventory:
-    intact = {f"global_step_{step}": IntactPart(save_id, node, nodes) for step, save_id in saves.items()}
-    return RankInventory(NodeInventory(host="h", intact=intact, skipped={}, announced_step=announced))
+def _view(saves: dict[int, str], *, announced: int = -1, node: int = 0, nodes: int = 2) -> dict[str, Any]:
+    intact = {f"global_step_{step}": [save_id, node, nodes] for step, save_id in saves.items()}
+    return {"host": "h", "intact": intact, "skipped": {}, "announced_step": announced}
 
 
 def test_a_step_counts_only_if_all_nodes_have_it_of_the_same_save() -> None:
     first = _view({1: "a", 2: "b", 3: "c"}, announced=2)
-    found = merge_inventories([first, _view({2: "b", 3: "other"}, announced=2, node=1)])
+    found = merge_looks([first, _view({2: "b", 3: "other"}, announced=2, node=1)])
     assert (found.complete, found.newest) == ([2], 2)
     assert found.skipped == {"global_step_3": "the nodes have parts of different saves"}
 
 
 @pytest.mark.parametrize(("announced", "lost"), [(-1, False), (1, True)])
 def test_only_what_a_tracker_named_can_be_lost(announced: int, lost: bool) -> None:
-    found = merge_inventories([_view({1: "a"}, announced=announced), _view({}, node=1)])
+    found = merge_looks([_view({1: "a"}, announced=announced), _view({}, node=1)])
     assert (found.complete, found.lost) == ([], lost)
     assert found.skipped == {"global_step_1": "of 2 nodes, only these have it: 0 (h)"}
 
@@ -41,13 +41,13 @@ def test_without_all_nodes_only_a_tracker_proves_a_step_complete(
     announced: int, complete: list[int], lost: bool
 ) -> None:
     views = [_view({2: "b", 3: "c"}, announced=announced, node=node, nodes=3) for node in (0, 2)]
-    found = merge_inventories(views)
+    found = merge_looks(views)
     assert (found.complete, found.lost) == (complete, lost)
     assert ("global_step_3" in found.skipped) is (3 not in complete)
 
 
 def test_all_nodes_together_prove_a_step_complete_without_a_tracker() -> None:
-    found = merge_inventories([_view({3: "c"}, node=node) for node in (1, 0)])
+    found = merge_looks([_view({3: "c"}, node=node) for node in (1, 0)])
     assert (found.complete, found.skipped) == ([3], {})
 
 
@@ -87,13 +87,13 @@ def test_one_node_alone_does_not_start_afresh_beside_steps_that_may_be_complete(
 
 
 def test_ranks_that_see_each_other_are_a_node_and_what_does_not_fit_is_refused() -> None:
-    seen = [SeenRanks("a", [0, 1]), SeenRanks("a", [0, 1]), SeenRanks("b", [2])]
+    seen = [("a", [0, 1]), ("a", [0, 1]), ("b", [2])]
     assert group_by_seen_ranks(seen) == [[0, 1], [2]]
     with pytest.raises(CheckpointError, match="share a directory with rank 0 on a"):
-        group_by_seen_ranks([SeenRanks("a", [0, 1]), SeenRanks("b", [1])])
+        group_by_seen_ranks([("a", [0, 1]), ("b", [1])])
 
 
 @pytest.mark.parametrize("ranks", [[], [1]])
 def test_a_rank_without_its_own_file_learns_that_another_run_writes_there(ranks: list[int]) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)rank 0 on a already has a writer.*is gone"):
-        group_by_seen_ranks([SeenRanks("a", ranks), SeenRanks("a", ranks)])
+        group_by_seen_ranks([("a", ranks), ("a", ranks)])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager
-from hwrl.checkpoint.load import LayoutReader, plan_load
+from hwrl.checkpoint import CheckpointManager, SavedTensors
 from hwrl.checkpoint.manifest import inspect_checkpoint
 from hwrl.errors import CheckpointCorruptError, CheckpointError, DeviceMemoryError
 from hwrl_cpu import INFO, CpuBackend
@@ -42,8 +41,7 @@ def test_an_error_of_the_disk_is_not_called_damage(
     with CheckpointManager(tmp_path, backend=BACKEND) as manager:
         manager.save(1, state)
     info = inspect_checkpoint(tmp_path / "global_step_1")
-    reader = LayoutReader(info)
-    load = plan_load(info, reader, reader.read_metadata(), state)
+    load = SavedTensors(info).plan(state)
     change(info.path / "__0_0.distcp", monkeypatch)
     with pytest.raises(CheckpointError, match=reason) as caught:
         load.run()

@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, Manifest, SaveTuning
-from hwrl.checkpoint.load import LayoutReader, plan_load
-from hwrl.checkpoint.seal import seal
-from hwrl.checkpoint.staging import StagingMemory
-from hwrl.checkpoint.state import capture_state
+from hwrl.checkpoint import (
+    CheckpointInfo,
+    CheckpointManager,
+    DurableFS,
+    LocalShards,
+    Manifest,
+    SavedTensors,
+    SaveTuning,
+)
+from hwrl.checkpoint.layout import seal
+from hwrl.checkpoint.staging import StagingMemory, capture_state
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 from hwrl_cpu import INFO, CpuBackend
 
@@ -74,9 +80,8 @@ def test_a_rectangle_on_another_nodes_disk_is_missed_wherever_it_comes(tmp_path:
     manifest = Manifest(1, "id", 1, weight_version=0, saved_unix_s=0.0, versions={}, files={}, nodes=2)
     info = CheckpointInfo(tmp_path, seal(fs, tmp_path, [{**rows, "sizes": [2, 2], **place}], {}, manifest))
     state = {"w": cut(torch.zeros(4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])}
-    reader = LayoutReader(info)
     with pytest.raises(CheckpointError, match="this disk lacks some of 'w'"):
-        plan_load(info, reader, reader.read_metadata(), state)
+        SavedTensors(info).plan(state)
 
 
 def test_pieces_of_another_shape_or_without_memory_are_refused(tmp_path: Path) -> None:

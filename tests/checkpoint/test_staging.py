@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hwrl.checkpoint import CheckpointManager, LocalShards, SaveTuning
-from hwrl.checkpoint.split import split_item
+from hwrl.checkpoint.shards import divide
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting
@@ -101,23 +99,12 @@ def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
 def test_a_tensor_is_divided_into_small_contiguous_pieces_that_make_it_up(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    corner = torch.Size(10 * axis for axis in range(len(shape)))
-    data = TensorWriteData(
-        ChunkStorageMetadata(corner, torch.Size(shape)),
-        TensorProperties(dtype=dtype),
-        torch.Size(size + 100 for size in shape),
-    )
-    item = WriteItem(MetadataIndex("name", corner), WriteItemType.SHARD, tensor_data=data)
     covered = torch.zeros(shape, dtype=torch.int32)
-    pieces = list(split_item(item, max_nbytes=1000))
-    for begin, piece in pieces:
-        assert piece.tensor_data is not None and piece.index.fqn == "name"
-        chunk = piece.tensor_data.chunk
-        assert piece.index.offset == chunk.offsets
-        assert [one - first for one, first in zip(chunk.offsets, corner, strict=True)] == list(begin)
-        assert math.prod(chunk.sizes) * dtype.itemsize <= 1000
-        cut = covered[tuple(slice(start, start + size) for start, size in zip(begin, chunk.sizes, strict=True))]
-        assert cut.is_contiguous() and cut.shape == chunk.sizes
+    pieces = list(divide(shape, dtype.itemsize, max_nbytes=1000))
+    for begin, sizes in pieces:
+        assert math.prod(sizes) * dtype.itemsize <= 1000
+        cut = covered[tuple(slice(start, start + size) for start, size in zip(begin, sizes, strict=True))]
+        assert cut.is_contiguous() and cut.shape == sizes
         cut += 1
     assert (covered == 1).all()
     assert len(pieces) <= 2 + 4 * covered.numel() * dtype.itemsize // 1000, "too many"

@@ -1,0 +1,124 @@
+"""The rounds of a save on several ranks: how many there are, and when the ranks send their plans."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards
+from hwrl.checkpoint.shards import assign, local_tensors
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.errors import CheckpointSaveError
+from hwrl.testing.processes import run_processes
+from tests.support.two_nodes import BACKEND, on_ranks, open_manager, save
+
+
+class Reading(DurableFS):
+    """Notes the size of this rank's first message when its tensors are written, and the number of the last round."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group, self.sent_nbytes, self.rounds = group, 0, 0
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "create" and path.name == f"__{self._group.rank}_0.distcp":
+            [key] = [key for key in self._group.store.list_keys() if key.endswith(f".0/part{self._group.rank}")]
+            self.sent_nbytes = len(self._group.store.get(key))
+
+    def count_rounds(self) -> int:
+        """Return how many rounds the last call had. The keys of the last one are still in the store."""
+        numbers = [re.search(r"round\d+\.(\d+)/", key) for key in self._group.store.list_keys()]
+        return 1 + max(int(number[1]) for number in numbers if number)
+
+
+def _count_rounds(group: Group, directory: Path) -> list[int]:
+    fs, counts = Reading(group), []
+    with open_manager(group, directory, fs=fs, max_ckpt_to_keep=1) as manager:
+        for step in (1, 2):
+            save(manager, group, step)
+            counts.append(fs.count_rounds())
+            group.barrier()
+    return counts
+
+
+def test_a_save_has_four_rounds_also_on_several_nodes(tmp_path: Path) -> None:
+    assert on_ranks(_count_rounds, 2, tmp_path) == [[4, 4]] * 2
+    (tmp_path / "node0").rename(tmp_path / "first")
+    (tmp_path / "node1").rename(tmp_path / "second")
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node1").symlink_to(tmp_path / "node0")  # one directory of both
+    assert on_ranks(_count_rounds, 2, tmp_path) == [[4, 4]] * 2
+
+
+# -- plans ------------------------------------------------------------------------------------------------------
+
+
+def _state(layout: str, group: Group, value: int) -> dict[str, Any]:
+    rank, row = group.rank, torch.full((1, 2), float(value))
+    state: dict[str, Any] = {
+        "same": torch.full((3,), float(value)),
+        f"of rank {rank}": torch.full((2,), float(value)),
+        "rows": LocalShards((2, 2), torch.float32, {(1 - rank if layout == "turned" else rank, 0): row}),
+        "count": value,
+    }
+    if layout == "wider":
+        state["same"] = torch.full((5,), float(value))
+    if layout == "half":
+        state["same"] = state["same"].half()
+    if layout == "number":
+        state["same"] = value
+    if layout == "more" and rank == 1:
+        state["more"] = torch.full((2,), float(value))
+    return state
+
+
+LAYOUTS = ["first", "first", "wider", "wider", "half", "half", "first", "more", "turned", "turned", "number", "first"]
+SENDS = [
+    [True, False, True, False, True, True, True, False, True, False, True, True],  # rank 0 was refused before the sixth
+    [True, False, True, False, True, False, True, True, True, False, True, True],
+]
+"""On each rank, for each of the layouts: whether it sends its items."""
+
+
+def _save_layouts(group: Group, directory: Path) -> list[int]:
+    fs, sent_nbytes = Reading(group), []
+    with open_manager(group, directory, fs=fs, max_ckpt_to_keep=1) as manager:
+        for step, layout in enumerate(LAYOUTS, start=1):
+            if step == 6:  # rank 0 forgets the plan
+                with pytest.raises(CheckpointSaveError):
+                    manager.save(step, _state(layout, group, step), extra={"a": (1, 2)} if group.rank else {})
+            manager.save(step, _state(layout, group, step))
+            sent_nbytes.append(fs.sent_nbytes)
+            found = _state(layout, group, -1)
+            assert manager.resume(found) is not None and found["count"] == step
+            assert all((tensor == step).all() for _, tensor in local_tensors(found)), layout
+    return sent_nbytes
+
+
+def _on_one_disk(rank: int, address: str, directory: Path) -> list[int]:
+    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2) as group:
+        return _save_layouts(group, directory)
+
+
+def test_a_plan_is_sent_again_only_by_the_ranks_whose_items_have_changed(tmp_path: Path) -> None:
+    store = serve_store()
+    for rank, sent in enumerate(run_processes(_on_one_disk, 2, store_address(store), tmp_path, timeout_s=1500)):
+        assert [nbytes > min(sent) * 1.3 for nbytes in sent] == SENDS[rank], sent
+
+
+def test_the_rank_with_least_to_write_gets_a_chunk_and_the_lowest_rank_a_value() -> None:
+    chunk = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [8], "offsets": [0], "sizes": [4]}
+    other = {**chunk, "offsets": [4]}
+    value = {"name": "n", "kind": "BYTE_IO"}
+    assert assign([[value, chunk, other], [other, chunk, value]]) == [[0, 1], [0]]
+    assert assign([[], [value], [value, chunk]]) == [[], [0], [1]]
+
+
+def test_one_rank_plans_without_a_round(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        for step, width in enumerate((2, 2, 3), start=1):
+            manager.save(step, {"w": torch.full((width,), float(step))})
+            found = {"w": torch.zeros(width)}
+            assert manager.resume(found) is not None and (found["w"] == step).all()
