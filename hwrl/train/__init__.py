@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names
+from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
@@ -50,88 +50,30 @@ if TYPE_CHECKING:
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
 
-_MODULE_OF = {
-    "ActivationCheckpointing": "activations",
-    "AdvantageName": "choices",
-    "AggregationMode": "choices",
-    "Algorithm": "algorithm",
-    "AsyncTrainer": "trainer",
-    "CriticEngine": "critic",
-    "Engines": "engines",
-    "FsdpEngine": "fsdp",
-    "ImportanceLevel": "choices",
-    "KlEstimator": "choices",
-    "LossName": "choices",
-    "MicroBatch": "packing",
-    "ModelFlops": "flops",
-    "Objective": "objective",
-    "OutputScorer": "scoring",
-    "Overlong": "overlong",
-    "PolicyEngine": "policy",
-    "PolicyLoss": "losses",
-    "ReferenceModel": "reference",
-    "Rejection": "objective",
-    "RejectionMode": "choices",
-    "ShardedModel": "sharding",
-    "StateMemory": "state_memory",
-    "TrainedStep": "trainer",
-    "UserLoss": "objective",
-    "ValueLoss": "critic",
-    "VocabularyShard": "scoring",
-    "add_in_turns": "memory",
-    "certain_fsdp_memory": "memory",
-    "fsdp_memory": "memory",
-    "layers_of": "sharding",
-    "mismatch_kl": "losses",
-    "move_metrics": "trainer",
-    "open_model": "loading",
-    "read_model_flops": "flops",
-    "read_on_all_ranks": "loading",
-    "read_weights": "loading",
-    "reference_memory": "memory",
-    "wants_compilation": "compiling",
-}
-
-__all__ = [
-    "ActivationCheckpointing",
-    "AdvantageName",
-    "AggregationMode",
-    "Algorithm",
-    "AsyncTrainer",
-    "CriticEngine",
-    "Engines",
-    "FsdpEngine",
-    "ImportanceLevel",
-    "KlEstimator",
-    "LossName",
-    "MicroBatch",
-    "ModelFlops",
-    "Objective",
-    "OutputScorer",
-    "Overlong",
-    "PolicyEngine",
-    "PolicyLoss",
-    "ReferenceModel",
-    "Rejection",
-    "RejectionMode",
-    "ShardedModel",
-    "StateMemory",
-    "TrainedStep",
-    "UserLoss",
-    "ValueLoss",
-    "VocabularyShard",
-    "add_in_turns",
-    "certain_fsdp_memory",
-    "fsdp_memory",
-    "layers_of",
-    "mismatch_kl",
-    "move_metrics",
-    "open_model",
-    "read_model_flops",
-    "read_on_all_ranks",
-    "read_weights",
-    "reference_memory",
-    "wants_compilation",
-]
+_MODULE_OF = names_of_modules(
+    {
+        "activations": "ActivationCheckpointing",
+        "algorithm": "Algorithm",
+        "choices": "AdvantageName AggregationMode ImportanceLevel KlEstimator LossName RejectionMode",
+        "compiling": "wants_compilation",
+        "critic": "CriticEngine ValueLoss",
+        "engines": "Engines",
+        "flops": "ModelFlops read_model_flops",
+        "fsdp": "FsdpEngine",
+        "loading": "open_model read_on_all_ranks read_weights",
+        "losses": "PolicyLoss mismatch_kl",
+        "memory": "add_in_turns certain_fsdp_memory fsdp_memory reference_memory",
+        "objective": "Objective Rejection UserLoss",
+        "overlong": "Overlong",
+        "packing": "MicroBatch",
+        "policy": "PolicyEngine",
+        "reference": "ReferenceModel",
+        "scoring": "OutputScorer VocabularyShard",
+        "sharding": "ShardedModel layers_of",
+        "state_memory": "StateMemory",
+        "trainer": "AsyncTrainer TrainedStep move_metrics",
+    }
+)
+__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

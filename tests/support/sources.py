@@ -8,6 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 REPO = Path(__file__).parents[2]
 CORE = sorted((REPO / "hwrl").rglob("*.py"))
@@ -66,15 +67,19 @@ def public_names(package: str) -> list[str]:
 
 
 def exported_names(path: Path) -> list[str] | None:
-    """Return the ``__all__`` of the file as it is written; None if it is missing or computed."""
+    """Return the ``__all__`` of the file as it is written or from its ``names_of_modules``; None if it is computed."""
+    values: dict[str, ast.expr | None] = {}
     for node in tree(path).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if target is not None and ast.unparse(target) == "__all__":
-            try:
-                return list(ast.literal_eval(node.value))  # type: ignore[attr-defined] # an assignment has one
-            except ValueError:
-                return None
-    return None
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            values[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = node.value
+    value = values.get("__all__")
+    try:
+        if value is not None and ast.unparse(value) == "[*_MODULE_OF]":
+            (modules,) = cast(ast.Call, values["_MODULE_OF"]).args
+            return [name for names in ast.literal_eval(modules).values() for name in names.split()]
+        return None if value is None else list(ast.literal_eval(value))
+    except ValueError:
+        return None
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
