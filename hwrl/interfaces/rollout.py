@@ -75,8 +75,8 @@ class RolloutSettings:
     ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
     ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``sampling`` announces the sampling of most
     requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
-    adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
-    first ``tensor_parallel`` devices, and takes weights on the first.
+    adapter of this form. ``free_cache_engine`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the
+    process's first ``tensor_parallel`` devices, and takes weights on the first.
     """
 
     model_directory: Path
@@ -87,7 +87,7 @@ class RolloutSettings:
     seed: int = 0
     sampling: Sampling = Sampling(1)
     lora: LoraSettings | None = None
-    may_sleep: bool = False
+    free_cache_engine: bool = False
     tensor_parallel: int = 1
 
 

@@ -54,7 +54,7 @@ def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int =
         seed=seed,
         sampling=rollout_sampling(config),
         lora=config.model.lora,
-        may_sleep=config.rollout.free_cache_engine,
+        free_cache_engine=config.rollout.free_cache_engine,
         tensor_parallel=config.rollout.tensor_parallel,
     )
 

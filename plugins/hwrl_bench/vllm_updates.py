@@ -284,7 +284,7 @@ class RolloutProcess(EngineProcess):
             eos_ids=[1],
             max_running=64,
             max_length=_LONGEST,
-            may_sleep="sleep" in self.workload.parts,
+            free_cache_engine="sleep" in self.workload.parts,
         )
         options = {
             "enforce_eager": True,

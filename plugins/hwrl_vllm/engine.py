@@ -70,8 +70,8 @@ class VllmEngine(RolloutEngine):
 
     :attr:`vllm` is vLLM's ``LLMEngine``, and :attr:`core` is the engine core behind it. Change nothing in them.
 
-    With ``settings.may_sleep`` vLLM starts in its sleep mode. Raises UnsupportedError if vLLM cannot sleep on this
-    device, ConfigError if vLLM supports no adapter in one of the adapter's layers, or not the values of
+    With ``settings.free_cache_engine`` vLLM starts in its sleep mode. Raises UnsupportedError if vLLM cannot sleep
+    on this device, ConfigError if vLLM supports no adapter in one of the adapter's layers, or not the values of
     ``settings.sampling``, and EngineError if vLLM does not start.
     """
 
@@ -222,7 +222,7 @@ class VllmEngine(RolloutEngine):
         described = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
         with self._error_drops_weights("preparing its workers"):
             self._on_workers(WeightLoading.hwrl_record, pickle.dumps(described))
-            if self._settings.may_sleep:
+            if self._settings.free_cache_engine:
                 self._on_workers(WeightLoading.hwrl_prepare_sleep)
             if self._adapter:
                 require_places(self._on_workers(WeightLoading.hwrl_layers_without_place, list(self._adapter)))
@@ -258,11 +258,11 @@ class VllmEngine(RolloutEngine):
         return sum(self._on_workers(WeightLoading.hwrl_free_nbytes))
 
     def _require_sleep_mode(self) -> None:
-        if not self._settings.may_sleep:
+        if not self._settings.free_cache_engine:
             raise UnsupportedError(
                 "this engine cannot sleep",
                 why="it was not started in vLLM's sleep mode",
-                fix="make it with settings.may_sleep; in a run, rollout.free_cache_engine=true",
+                fix="make it with settings.free_cache_engine; in a run, rollout.free_cache_engine=true",
             )
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: NamedWeights) -> NamedWeights:

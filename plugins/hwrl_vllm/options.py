@@ -97,7 +97,7 @@ def engine_arguments(
         "seed": settings.seed,
         "max_num_seqs": settings.max_running,
         "max_model_len": settings.max_length,
-        "enable_sleep_mode": settings.may_sleep,
+        "enable_sleep_mode": settings.free_cache_engine,
         "tensor_parallel_size": settings.tensor_parallel,
         # The workers must open this process's memory, so they run on this machine. vLLM itself might choose Ray.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",

@@ -52,9 +52,9 @@ def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
 def start_vllm(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool, causes: Causes) -> Any:
     """Start vLLM and return its ``LLMEngine``, with the engine core in this process if ``inline``. Blocks.
 
-    Raises ConfigError if vLLM refuses an argument, UnsupportedError for ``settings.may_sleep`` where vLLM has no sleep
-    mode, torch.OutOfMemoryError if a device has too little memory, and EngineError if vLLM fails otherwise. The errors
-    have the reasons in ``causes``. Sets environment variables, for this process and the ones that it starts.
+    Raises ConfigError if vLLM refuses an argument, UnsupportedError for ``settings.free_cache_engine`` where vLLM has
+    no sleep mode, torch.OutOfMemoryError if a device has too little memory, and EngineError if vLLM fails otherwise.
+    The errors have the reasons in ``causes``. Sets environment variables, for this process and those that it starts.
     """
     # With "1" vLLM for CPUs would put even a single worker into a process of its own. Whether the engine core has a
     # process of its own is decided by the argument enable_multiprocessing in _make.
@@ -94,11 +94,11 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
 def _require_sleep_mode(settings: RolloutSettings) -> None:
     from vllm.platforms import current_platform
 
-    if settings.may_sleep and not current_platform.is_sleep_mode_available():
+    if settings.free_cache_engine and not current_platform.is_sleep_mode_available():
         raise UnsupportedError(
             "vLLM cannot sleep on this device",
             why=f"its platform {current_platform.device_name!r} has no sleep mode",
-            fix="make the engine without settings.may_sleep; in a run, rollout.free_cache_engine=false",
+            fix="make the engine without settings.free_cache_engine; in a run, rollout.free_cache_engine=false",
         )
 
 

@@ -35,7 +35,7 @@ def hwrl_train_engine(settings: Any, options: Any, backend: Any, group: Any) -> 
 
 @hwrl.hookimpl
 def hwrl_rollout_engine(settings: RolloutSettings, options: Any, backend: Any) -> EmbeddedEngine:
-    if fault("it cannot sleep") and settings.may_sleep:
+    if fault("it cannot sleep") and settings.free_cache_engine:
         raise UnsupportedError("this engine cannot sleep", why="it never learnt to", fix="leave it awake")
     return FaultyRolloutEngine.from_settings(settings, backend=backend)
 

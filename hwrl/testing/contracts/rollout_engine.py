@@ -47,12 +47,12 @@ class _OfRolloutEngine:
     """Gives each check an engine of the subject, with the model's weights as version 1. Checks share one engine."""
 
     level: ClassVar[Level]
-    may_sleep: ClassVar[bool] = False
+    free_cache_engine: ClassVar[bool] = False
 
     @pytest.fixture
     def engine(self, backend: Backend, subject: Subject, request: pytest.FixtureRequest) -> RolloutEngine:
         """An engine, awake and idle, with version 1. There is one at a time: it may fill the device."""
-        stash, wanted = request.session.stash, (subject.name, self.may_sleep)
+        stash, wanted = request.session.stash, (subject.name, self.free_cache_engine)
         last, engine = stash.get(_kept, (None, None))
         if engine is None or last != wanted:
             _close_kept(stash)
@@ -60,7 +60,7 @@ class _OfRolloutEngine:
             engine = self._make(backend, subject)
             stash[_kept] = wanted, engine
         engine.abort()
-        if self.may_sleep:  # a failed check may have left it asleep
+        if self.free_cache_engine:  # a failed check may have left it asleep
             with contextlib.suppress(UnsupportedError):
                 engine.wake()
         engine.load_weights(model_weights().items(), version=1)
@@ -73,7 +73,7 @@ class _OfRolloutEngine:
             eos_ids=[END],
             max_running=_RUNNING,
             max_length=_MAX_LENGTH,
-            may_sleep=self.may_sleep,
+            free_cache_engine=self.free_cache_engine,
         )
         try:
             return subject.make_rollout_engine(settings, backend=backend)
@@ -136,7 +136,7 @@ class RolloutSleepContract(_OfRolloutEngine):
     """A sleeping engine has freed its memory. After it wakes it generates the same tokens as before."""
 
     level = Level.DEVICE
-    may_sleep = True
+    free_cache_engine = True
 
     @pytest.mark.parametrize("level", [1, 2])
     def test_it_generates_the_same_after_a_sleep(self, engine: RolloutEngine, level: int) -> None:

@@ -97,7 +97,7 @@ def engine_of(
     model_directory: Path,
     *,
     lora: LoraSettings | None = None,
-    may_sleep: bool = False,
+    free_cache_engine: bool = False,
     tensor_parallel: int = 1,
     temperature: float = 1.0,
     sampling: Mapping[str, Any] = MappingProxyType({}),
@@ -112,7 +112,7 @@ def engine_of(
         max_length=max_length,
         sampling=Sampling(1, temperature, **sampling),
         lora=lora,
-        may_sleep=may_sleep,
+        free_cache_engine=free_cache_engine,
         tensor_parallel=tensor_parallel,
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}

@@ -54,7 +54,7 @@ def main(model_directory: Path, tensor_parallel: int) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function as the workers' method
     lora = LoraSettings(rank=8, alpha=16.0)
     policy = Policy(model_directory, lora=lora)
-    engine = engine_of(model_directory, lora=lora, may_sleep=not ON_HOST, tensor_parallel=tensor_parallel)
+    engine = engine_of(model_directory, lora=lora, free_cache_engine=not ON_HOST, tensor_parallel=tensor_parallel)
 
     def check() -> None:
         requests = requests_of(4)

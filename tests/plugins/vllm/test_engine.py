@@ -388,7 +388,7 @@ def test_weights_that_were_loaded_are_not_read_again(engine: VllmEngine, policy:
 def test_what_was_cached_before_a_sleep_is_not_read_after_it(
     engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, free_cache_engine=True))
     for name in ("sleep", "wake"):  # as if vLLM kept what it has cached
         monkeypatch.setattr(engine.core, name, lambda argument: None)
     requests = requests_of(4, prompt=2 * BLOCK + 6)
@@ -428,14 +428,14 @@ def test_a_head_that_shares_the_embeddings_weights_is_updated_with_them(model_di
 
 def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: VllmEngine) -> None:
     for call in (lambda: shared_engine.sleep(level=1), shared_engine.wake):
-        with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*may_sleep"):
+        with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*free_cache_engine"):
             call()
 
 
 @pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
 def test_sleep_is_refused_where_vllm_cannot(model_directory: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"cannot sleep(.|\n)*rollout\.free_cache_engine=false"):
-        engine_of(model_directory, may_sleep=True)
+        engine_of(model_directory, free_cache_engine=True)
 
 
 def test_what_vllm_refuses_of_hwrls_own_is_answered_with_its_key(model_directory: Path) -> None:

@@ -164,7 +164,7 @@ def test_weights_that_were_lost_are_not_counted_as_held(engine: VllmEngine, core
 
 
 def test_each_call_of_a_worker_is_one_of_its_methods(make: Make, core: FakeCore) -> None:
-    engine = make("process", may_sleep=True)
+    engine = make("process", free_cache_engine=True)
     load(engine, 1)
     assert (core.called[0], core.called[-1]) == ("hwrl_record", "hwrl_load_lent")
     engine.receive_weights(offer(5, (None,)))

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine(model_directory: Path) -> Iterator[VllmEngine]:
-    engine = engine_of(model_directory, may_sleep=True)
+    engine = engine_of(model_directory, free_cache_engine=True)
     yield engine
     engine.close()
 
