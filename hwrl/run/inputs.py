@@ -18,6 +18,7 @@ from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.first_import import LIMIT_S, try_in_child
 from hwrl.run.report.trackers import make_tracker
+from hwrl.train import CLIPPED_LOSSES
 from hwrl.user_code import load_function
 
 
@@ -91,7 +92,7 @@ def sampling_warning(config: Config) -> str | None:
         return None
     lowest = 0.0 if filters["top_k"] or filters["min_p"] else rollout.top_p
     effects = []
-    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and lowest < 1 - algorithm.clip_ratio_low:
+    if algorithm.loss in CLIPPED_LOSSES and lowest < 1 - algorithm.clip_ratio_low:
         effects.append(f"loss={algorithm.loss} clips it below {1 - algorithm.clip_ratio_low:g}")
     if algorithm.rollout_rs in ("token_k1", "seq_mean_k1") and lowest < algorithm.rejection_band[0]:
         effects.append(f"rollout_rs={algorithm.rollout_rs} rejects it below {algorithm.rejection_band[0]:g}")

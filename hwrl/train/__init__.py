@@ -12,6 +12,8 @@ from hwrl.lazy import lazy_names, names_of_modules
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.algorithm import Algorithm as Algorithm
+    from hwrl.train.choices import CLIPPED_LOSSES as CLIPPED_LOSSES
+    from hwrl.train.choices import WEIGHTED_LOSSES as WEIGHTED_LOSSES
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import AggregationMode as AggregationMode
     from hwrl.train.choices import ImportanceLevel as ImportanceLevel
@@ -54,7 +56,8 @@ _MODULE_OF = names_of_modules(
     {
         "activations": "ActivationCheckpointing",
         "algorithm": "Algorithm",
-        "choices": "AdvantageName AggregationMode ImportanceLevel KlEstimator LossName RejectionMode",
+        "choices": "CLIPPED_LOSSES WEIGHTED_LOSSES AdvantageName AggregationMode ImportanceLevel KlEstimator LossName "
+        "RejectionMode",
         "compiling": "wants_compilation",
         "critic": "CriticEngine ValueLoss",
         "engines": "Engines",

@@ -6,6 +6,10 @@ from typing import Literal
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 LossName = Literal["ppo_clip", "tis", "decoupled", "gspo", "cispo"]
+CLIPPED_LOSSES = ("ppo_clip", "gspo", "cispo")
+"""The losses that clip the ratio of the trained to the rollout policy."""
+WEIGHTED_LOSSES = ("tis", "decoupled")
+"""The losses with truncated importance weights, of tokens or of rows."""
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; ``seq`` means a row."""
 KlEstimator = Literal["k1", "k2", "k3"]

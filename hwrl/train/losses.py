@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hwrl.interfaces import LossInputs
-from hwrl.train.choices import ImportanceLevel, LossName
+from hwrl.train.choices import WEIGHTED_LOSSES, ImportanceLevel, LossName
 from hwrl.train.objective import LossResult
 
 
@@ -36,7 +36,7 @@ class PolicyLoss:
     @property
     def token_local(self) -> bool:
         """Whether a token's loss depends on this token alone."""
-        return self.name != "gspo" and (self.is_level == "token" or self.name not in ("tis", "decoupled"))
+        return self.name != "gspo" and (self.is_level == "token" or self.name not in WEIGHTED_LOSSES)
 
     @property
     def needs_proximal(self) -> bool:

@@ -84,9 +84,11 @@ def test_ten_points_meet_every_kind_and_every_victim() -> None:
     assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *AT_ONCE, *FILTERING]}
 
 
-def test_the_page_has_a_row_for_each_point() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("## Results")[2]
-    assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == [point.name for point in POINTS]
+def test_the_page_has_each_point_with_its_permitted_ends() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("| permitted ends |")[2]
+    rows = re.findall(r"^\| ([\w, ]+) \| (`.*`) \|$", table, re.MULTILINE)
+    found = {name: {*ends.split(", ")} for ends, names in rows for name in re.findall(r"`([\w-]+)`", names)}
+    assert found == {point.name: {*point.ends} for point in POINTS}
 
 
 @pytest.mark.long(50)

@@ -17,10 +17,16 @@ from hwrl.run.config.values import (
     Share,
     built_in_or_function,
 )
-from hwrl.train import AdvantageName, AggregationMode, ImportanceLevel, KlEstimator, LossName, RejectionMode
+from hwrl.train import (
+    WEIGHTED_LOSSES,
+    AdvantageName,
+    AggregationMode,
+    ImportanceLevel,
+    KlEstimator,
+    LossName,
+    RejectionMode,
+)
 
-_WEIGHTED = ("tis", "decoupled")
-"""The losses with importance weights, to which ``rollout_is`` applies."""
 _WITHOUT_BASELINE = ("gae", "reinforce_plus_plus")
 """The advantages that do not compare a response with others to the same prompt."""
 
@@ -88,8 +94,9 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> AlgorithmConfig:
-        if self.rollout_is != "token" and self.loss not in _WEIGHTED:
-            raise ValueError(f"rollout_is={self.rollout_is} is for loss={' or '.join(_WEIGHTED)}, not for {self.loss}")
+        if self.rollout_is != "token" and self.loss not in WEIGHTED_LOSSES:
+            losses = " or ".join(WEIGHTED_LOSSES)
+            raise ValueError(f"rollout_is={self.rollout_is} is for loss={losses}, not for {self.loss}")
         if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
             raise ValueError(
                 f"loss_scale_factor is for loss_agg_mode=seq-mean-token-sum-norm, not {self.loss_agg_mode}"
