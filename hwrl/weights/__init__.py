@@ -33,7 +33,6 @@ Nothing here authenticates anybody. Any process with a connection to the store c
 the store itself keeps strangers out (:mod:`hwrl.comm`).
 """
 
-from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.copy_destination import CopyDestination, CopyRule, whole_rules
 from hwrl.weights.destination import (
@@ -75,9 +74,6 @@ __all__ = [
     "POLICY",
     "POLICY_BASE",
     "TRANSPORTS",
-    "AsyncStreamReceiver",
-    "AsyncWeightReceiver",
-    "AsyncWeightSender",
     "Checksums",
     "CoSender",
     "CopyDestination",

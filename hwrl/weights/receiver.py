@@ -180,10 +180,6 @@ class WeightReceiver:
             self._cancellation.reset()
         return self._undelivered.pop()
 
-    def put_back(self, received: Received) -> None:
-        """Let the next ``receive`` return ``received``, the last one's result: it did not reach the caller."""
-        self._undelivered = [received]
-
     def lose(self) -> None:
         """Count the newest version as not received, because its tensors were dropped. The next call joins again."""
         self.version = None
