@@ -6,7 +6,6 @@ The receivers' side is :mod:`hwrl.weights.registrations`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Collection
 from typing import NamedTuple
@@ -30,13 +29,10 @@ class Postponed(NamedTuple):
 
 
 class Membership:
-    """The receivers that have joined: ``members`` maps join numbers to replica names.
-
-    Thread-safe: one thread may exclude members while another reads them.
-    """
+    """The receivers that have joined: ``members`` maps join numbers to replica names."""
 
     def __init__(self, channel: ControlChannel) -> None:
-        self._channel, self._lock = channel, threading.RLock()
+        self._channel = channel
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
         """Member → the number of the content for which it has voted "whole", or LOST."""
@@ -48,10 +44,6 @@ class Membership:
 
     def refresh(self) -> None:
         """Read who has joined and left since the last call. A restarted replica replaces the old one of its name."""
-        with self._lock:
-            self._refresh()
-
-    def _refresh(self) -> None:
         joins, numbers = self._channel.join_counts()  # before the members: a receiver that joins again leaves first
         for member in [member for member in self.members if self._channel.replica(member) is None]:
             self._drop(member)
@@ -68,9 +60,8 @@ class Membership:
 
     def lacking(self, content: int, replicas: Collection[str] | None = None) -> list[int]:
         """Return the members without ``content``, in join order; with ``replicas`` only members of these names."""
-        with self._lock:
-            wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
-            return [member for member in wanted if replicas is None or self.members[member] in replicas]
+        wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
+        return [member for member in wanted if replicas is None or self.members[member] in replicas]
 
     def names(self) -> tuple[str, ...]:
         """Return the replica names of the members, in join order."""
@@ -78,69 +69,53 @@ class Membership:
 
     def names_of(self, members: Collection[int]) -> tuple[str, ...]:
         """Return the replica names of ``members``, without those that have left."""
-        with self._lock:
-            return tuple(self.members[member] for member in members if member in self.members)
+        return tuple(self.members[member] for member in members if member in self.members)
 
     def absent(self, replicas: Collection[str]) -> list[str]:
         """Return the names among ``replicas`` that have not joined."""
         joined = self.names()
         return [name for name in replicas if name not in joined]
 
-    def remove(self, replicas: Collection[str], why: str) -> list[int]:
-        """Exclude the members called ``replicas`` for the reason ``why``; return their numbers."""
-        with self._lock:
-            self._refresh()
-            members = [member for member, name in self.members.items() if name in replicas]
-            self.exclude(members, why)
-            return members
-
     def new_receivers(self) -> tuple[str, ...]:
         """Return the replica names of the members that have committed no version of this sender."""
-        with self._lock:
-            return tuple(name for member, name in self.members.items() if member not in self.served)
+        return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def note_committed(self, members: Collection[int], content: int) -> None:
-        """Record that ``members`` have voted "whole" for ``content``. Members removed meanwhile are ignored."""
-        with self._lock:
-            self._has_committed = True
-            self.served |= dict.fromkeys(self.members.keys() & set(members), content)
+        """Record that ``members`` have voted "whole" for ``content``. Members that have left are ignored."""
+        self._has_committed = True
+        self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 
     def note_at_risk(self, members: Collection[int]) -> None:
         """Record that a transfer to ``members`` begins. It may overwrite their old version in place."""
-        with self._lock:
-            self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
+        self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
 
     def count_with(self, content: int) -> int:
         """Return how many members have committed ``content``."""
-        with self._lock:
-            return sum(found == content for found in self.served.values())
+        return sum(found == content for found in self.served.values())
 
     def new_among(self, members: Collection[int]) -> set[int]:
         """Return the new ones of ``members``: they have committed nothing. Empty until some member has committed."""
-        with self._lock:
-            return {member for member in members if member not in self.served} if self._has_committed else set()
+        return {member for member in members if member not in self.served} if self._has_committed else set()
 
     def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> Postponed:
         """Record that the new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.
 
         Those that missed their first version ``limit_s`` ago or earlier are silent.
         """
-        with self._lock:
-            first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
-            now_s = time.monotonic()
-            silent = [member for member, began_s in first_s.items() if now_s - began_s >= limit_s]
-            return Postponed([self.members[member] for member in first_s if member not in silent], silent)
+        first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
+        now_s = time.monotonic()
+        silent = [member for member, began_s in first_s.items() if now_s - began_s >= limit_s]
+        return Postponed([self.members[member] for member in first_s if member not in silent], silent)
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""
         excluded = {}
-        with self._lock:
-            for member in members:
-                if member in self.members:
-                    excluded[self.members[member]] = why
-                    _log.warning("receiver %r is excluded: %s", self.members[member], why)
-                    self._channel.exclude(member, why)
-                    self._drop(member)
+        for member in members:
+            if member in self.members:
+                excluded[self.members[member]] = why
+                _log.warning("receiver %r is excluded: %s", self.members[member], why)
+                self._channel.exclude(member, why)
+                self._drop(member)
         return excluded
 
     def _admit(self, number: int, replica: str) -> None:

@@ -168,16 +168,6 @@ class WeightSender:
         self._membership.refresh()
         return () if self.keeps_versions else self._membership.new_receivers()
 
-    def remove(self, *replicas: str, why: str = "the sender's owner removed it") -> None:
-        """Remove receivers from the link, so that no publish waits for them. Any thread may call this.
-
-        If a transfer to one of them is under way, it is aborted and repeated for the others. The removed receivers get
-        ReceiverExcludedError with the reason ``why``, and may ``join`` again. Unknown names are ignored.
-        """
-        members = self._membership.remove(replicas, why)
-        if self._link is not None:
-            self._link.stop_sending_to(members)
-
     def receivers(self) -> tuple[str, ...]:
         """Return the names of the receivers that have joined, in join order. Cheap."""
         self._membership.refresh()

@@ -34,7 +34,6 @@ from hwrl.weights.transport import SenderContext, SenderRound, Transport, Transp
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
 _BEGIN_WITHIN = 4  # times timeout_s: no round of a version begins later than this
-_STOP_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,6 @@ class SenderLink:
         self._sums, self._has_warned = ChangedSums(), False
         self._name = name
         self._proposals: list[Proposal] = []  # those whose messages are in the store
-        self.sending: SenderRound | None = None
-        """The round whose bytes are under way."""
 
     def plan(self, named: Iterable[NamedTensor]) -> WeightLayout:
         """Plan a layout with this link's slab sizes."""
@@ -130,12 +127,6 @@ class SenderLink:
         if chapters is not None and chapters.ended:  # all tensors are known now
             self.plan_again(WeightSource(chapters.metadata, outgoing.source.read))
         return outcome
-
-    def stop_sending_to(self, members: Collection[int]) -> None:
-        """Abort a transfer to one of ``members``, called from another thread. Blocks until it has ended."""
-        while (sending := self.sending) is not None and not set(members).isdisjoint(sending.proposal.to):
-            self.end.abort()  # repeatedly, because it may be about to connect
-            time.sleep(_STOP_S)
 
     def draft(self, outgoing: OutgoingVersion, to: Sequence[int], clock: StageClock) -> Proposal:
         """Return the next proposal. Receivers do not see it yet."""
@@ -401,11 +392,9 @@ class Transaction:
 
     def _send(self, sending: SenderRound, reader: TensorReader) -> SendFailure | None:
         link = self._link
-        link.sending = sending
         self._clock.forget_spans()
         try:
             with self._clock(link.transport.stage), torch.no_grad():
-                self._check_members(sending)
                 self._sums = link.end.send(sending, reader, self._clock)
                 if self._outgoing.source.chapters is not None:
                     self._sums = None
@@ -422,8 +411,6 @@ class Transaction:
             self.give_up(exc)  # before the abort, which may take as long as the transport's timeout
             link.end.abort()
             raise
-        finally:
-            link.sending = None
         return None
 
     def _send_chapters(self, sending: SenderRound, chapters: Chapters) -> None:
@@ -448,14 +435,6 @@ class Transaction:
                 f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
                 why=f"the transfer broke; {self._last_failure}",
                 fix="publish it again with a new iterator, or use a WeightSource that can be read several times",
-            )
-
-    def _check_members(self, sending: SenderRound) -> None:
-        """Raise CommError if another thread has removed a receiver of the round, which then takes no part."""
-        gone = set(sending.proposal.to) - self._link.membership.members.keys()
-        if gone:
-            raise CommError(
-                "a receiver was removed", why=f"member {min(gone)} is no longer in the link", fix="nothing to do"
             )
 
     def _decide(self, sending: SenderRound, silent: Sequence[int], failure: SendFailure | None) -> bool:
