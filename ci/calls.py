@@ -65,16 +65,18 @@ def count(transport: str) -> tuple[Calls, Calls]:
     """Return the calls of a publish and of a receive in the steady state."""
     store, backend = serve_store(), CpuBackend(INFO)
     sent, received = list[Calls](), list[Calls]()
-    with WeightSender(store, backend=backend, transport=transport) as sender:
-        with WeightReceiver(store, backend=backend, replica="r0") as receiver:
-            for version in range(_WARM_UP + _VERSIONS):
-                sent.append(Calls())
-                received.append(Calls())
-                thread = threading.Thread(target=received[-1].count, args=(receiver.receive,))
-                weights = {"w": torch.full((1024,), float(version))}
-                thread.start()
-                sent[-1].count(lambda: sender.publish(version, weights))  # noqa: B023 - it is called at once
-                thread.join()
+    with (
+        WeightSender(store, backend=backend, transport=transport) as sender,
+        WeightReceiver(store, backend=backend, replica="r0") as receiver,
+    ):
+        for version in range(_WARM_UP + _VERSIONS):
+            sent.append(Calls())
+            received.append(Calls())
+            thread = threading.Thread(target=received[-1].count, args=(receiver.receive,))
+            weights = {"w": torch.full((1024,), float(version))}
+            thread.start()
+            sent[-1].count(lambda: sender.publish(version, weights))  # noqa: B023 - it is called at once
+            thread.join()
     return tuple(min(calls[_WARM_UP:], key=lambda one: one.total) for calls in (sent, received))  # type: ignore[return-value]
 
 

@@ -209,7 +209,6 @@ class CoSender:
                 limits=Limits(proposal.timeout_s),
                 slabs=self._slabs,
                 versions=1,
-                directory=None,
                 senders=proposal.senders,
                 share=share,
             )

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import time
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +39,8 @@ class WeightSender:
     by collectives; it alone of the built-in ones works across machines. "ipc" lets receivers on this host copy from
     this process's device memory; the backend must be able to open another process's device memory. With both, a
     transfer waits for all its receivers. "host" stores versions in memory-mapped files on this host, and each receiver
-    copies them later. It has at most ``versions`` files, in memory or under ``directory``. ``versions=1`` is enough if
-    only one version is ever sent. Receivers can open a file only until this sender is closed; files in memory also only
-    while this process lives.
+    copies them later. It has at most ``versions`` files. ``versions=1`` is enough if only one version is ever sent.
+    Receivers can open a file only until this sender is closed, and only while this process lives.
 
     ``timeout_s`` limits each wait for receivers, and receivers derive their own limits from it. A new receiver is one
     that has committed no version of this sender. As soon as one receiver has committed a version, a publish waits
@@ -69,7 +67,6 @@ class WeightSender:
         slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
-        directory: Path | None = None,
         timeout_s: float = 60.0,
         patience_s: float = 1.0,
         transports: Mapping[str, Transport] = TRANSPORTS,
@@ -84,7 +81,7 @@ class WeightSender:
         streams = self._backend.supports(Capability.STREAMS).usable
         nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders, slab_nbytes=slab_nbytes)
         self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
-        self._versions, self._directory = versions, directory
+        self._versions = versions
         self._limits = Limits(float(timeout_s), patience_s=patience_s)
         self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
         self._membership = Membership(self._channel)
@@ -313,7 +310,6 @@ class WeightSender:
             limits=self._limits,
             slabs=self._slabs,
             versions=self._versions,
-            directory=self._directory,
             senders=self.senders,
         )
         self._link = SenderLink(

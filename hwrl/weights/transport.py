@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -103,7 +102,7 @@ class TransportReceiver(Protocol):
 class SenderContext:
     """What a sender gives its transport.
 
-    At most ``slabs`` slabs are under way at once. ``versions`` and ``directory`` are for stored versions. The end sends
+    At most ``slabs`` slabs are under way at once. ``versions`` is for stored versions. The end sends
     the slabs of share number ``share``, of ``senders`` shares.
     """
 
@@ -114,7 +113,6 @@ class SenderContext:
     limits: Limits
     slabs: int
     versions: int
-    directory: Path | None
     senders: int = 1
     share: int = 0
 

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,11 +222,9 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
         assert receiver.version == 2 and targets["w"].eq(2).all()
 
 
-def test_an_offer_that_comes_between_two_looks_is_not_overslept(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offer_that_comes_between_two_looks_is_not_overslept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        sender_of(store, transport="host", directory=tmp_path) as sender,
+        sender_of(store, transport="host") as sender,
         receiver_of(store, timing=ReceiverTiming(look_s=1000.0)) as receiver,
     ):
         look, looks = ControlChannel.newest, 0
@@ -454,11 +451,9 @@ class _Closing:
 
 
 @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
-def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
-    store: Store, tmp_path: Path, transport: str
-) -> None:
+def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(store: Store, transport: str) -> None:
     weights = _Closing()
-    with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
+    with sender_of(store, transport=transport) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=slow(1.0)))
         with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
             sender.publish(1, weights.source())

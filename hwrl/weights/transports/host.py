@@ -21,9 +21,9 @@ from hwrl.weights.transports.host_versions import (
     HostPayload,
     VersionFile,
     is_alive,
+    make_file,
     open_version_file,
     payload_of,
-    version_files,
     version_nbytes,
 )
 
@@ -39,13 +39,12 @@ class HostSender:
     A receiver holds a version by a shared lock on its file; the system releases the lock if the receiver is killed.
     The sender takes the exclusive lock for the moment when it gives the file to another proposal. Receivers may read a
     version while it is written, up to the number of slabs in its header. Each process maps and page-locks a file once.
-    ``close`` deletes the directory; if a sender is killed, the next one deletes its directory.
+    The files vanish with this process.
     """
 
     def __init__(self, context: SenderContext) -> None:
         self._layout, self._backend = context.layout, context.backend
         self._slabs, self._timeout_s = context.slabs, context.limits.timeout_s
-        self._maker = version_files(context.directory)
         self._files: list[VersionFile | None] = [None] * context.versions
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
@@ -60,10 +59,9 @@ class HostSender:
             slot = self._take_free_file(number, clock)
         made = [file for file in self._files if file is not None]  # files are made in order
         return HostPayload(
-            directory=self._maker.directory,
             pid=os.getpid(),
             slot=slot,
-            files=tuple(self._maker.number(index, file.descriptor) for index, file in enumerate(made)),
+            files=tuple(file.descriptor for file in made),
             inodes=tuple(file.inode for file in made),
         )
 
@@ -112,7 +110,6 @@ class HostSender:
             if file is not None:
                 file.close()
         self._files = []
-        self._maker.close()
 
     def _take_free_file(self, number: int, clock: StageClock) -> int:
         """Give proposal ``number`` a file that no receiver reads and that does not have the newest version."""
@@ -147,7 +144,7 @@ class HostSender:
     def _file(self, slot: int) -> VersionFile:
         file = self._files[slot]
         if file is None:
-            descriptor = self._maker.make(slot, nbytes=version_nbytes(self._layout))
+            descriptor = make_file(slot, nbytes=version_nbytes(self._layout))
             file = self._files[slot] = VersionFile(descriptor, self._layout, backend=self._backend)
         return file
 
@@ -189,7 +186,7 @@ class HostReceiver:
 
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
-        self._sender = ("", 0, 0)
+        self._sender = (0, 0)
         self._files: dict[int, VersionFile] = {}
         self._copying, self._summing = context.backend.stream(), context.backend.stream()
 
@@ -287,7 +284,7 @@ class HostReceiver:
 
     def _file(self, proposal: Proposal, layout: WeightLayout) -> VersionFile:
         payload = payload_of(proposal)
-        sender = (payload.directory, payload.pid, proposal.epoch)
+        sender = (payload.pid, proposal.epoch)
         if sender != self._sender:
             self.close()
             self._sender = sender

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import mmap
 import os
-import shutil
 import stat
 import struct
 import tempfile
-import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -27,7 +23,6 @@ from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
-_OPENED = os.O_RDWR | os.O_NONBLOCK  # without O_NONBLOCK, opening a pipe would block
 _HEADER = struct.Struct("<qq")  # the proposal's number; the number of slabs written, plus one after the checksums
 
 
@@ -35,11 +30,9 @@ _HEADER = struct.Struct("<qq")  # the proposal's number; the number of slabs wri
 class HostPayload(TransportPayload):
     """The version is in file number ``slot`` of ``files``, which the sender has made so far.
 
-    ``files`` are file names in ``directory``. If ``directory`` is empty, they are file descriptors of process ``pid``.
-    ``inodes`` identify the files.
+    ``files`` are file descriptors of process ``pid``. ``inodes`` identify the files.
     """
 
-    directory: str
     pid: int
     slot: int
     files: tuple[int, ...]
@@ -52,106 +45,35 @@ def payload_of(proposal: Proposal) -> HostPayload:
     return proposal.payload
 
 
-class MemoryFiles:
-    """Makes files in memory, without a directory. They vanish when the last process closes or unmaps them.
+def make_file(slot: int, *, nbytes: int) -> int:
+    """Return a new file of ``nbytes`` that no directory shows. It vanishes when the last process closes or unmaps it.
 
-    Other processes of the same user open them under ``/proc/<pid>/fd``, as long as this process lives.
+    Other processes of the same user open it under ``/proc/<pid>/fd``, as long as this process lives. It is in memory,
+    and sealed against shortening: reading a missing part would kill a reader. If the system makes no files in memory,
+    it is in the temporary directory, already deleted there.
     """
-
-    directory = ""
-
-    def make(self, slot: int, *, nbytes: int) -> int:
-        """Return a new file of ``nbytes``, sealed against shortening: reading a missing part would kill a reader."""
+    where = "memory"
+    try:
         try:
             file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as exc:
-            raise _cannot_store(nbytes, "memory", exc) from exc
-        os.fchmod(file, 0o600)
-        _allocate(file, nbytes=nbytes, where="memory")
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        return file
-
-    def number(self, slot: int, file: int) -> int:
-        """Return the number under which receivers find ``file``."""
-        return file
-
-    def close(self) -> None:
-        """Do nothing: files vanish when they are closed."""
-
-
-class DirectoryFiles:
-    """Makes files in a new directory under ``base``. ``close`` deletes the directory.
-
-    A killed process leaves its directory behind, and the next process that uses ``base`` deletes it. A forked child
-    does not own the directory, so it keeps no dead sender's directory and deletes no living sender's.
-    """
-
-    def __init__(self, base: Path) -> None:
-        _delete_abandoned(base)
-        made, owner = _new_directory(base)
-        self.directory = str(made)
-        self._disown = weakref.finalize(self, os.close, owner)
-        self._disown.atexit = False  # the end of the process releases the lock
-        _owned.add(self)
-
-    def make(self, slot: int, *, nbytes: int) -> int:
-        """Return a new file of ``nbytes``."""
-        file = os.open(Path(self.directory, str(slot)), os.O_RDWR | os.O_CREAT, 0o600)
-        _allocate(file, nbytes=nbytes, where=self.directory)
-        return file
-
-    def number(self, slot: int, file: int) -> int:
-        """Return the number under which receivers find ``file``."""
-        return slot
-
-    def close(self) -> None:
-        """Delete the files, unless this process does not own them. May be called again."""
-        if self._disown.alive:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.disown()
-
-    def disown(self) -> None:
-        """Release the lock that marks the directory as this process's."""
-        self._disown()
-
-
-def version_files(directory: Path | None) -> MemoryFiles | DirectoryFiles:
-    """Return the maker of files in ``directory``, or in memory; if the system cannot, in the temporary directory."""
-    if directory is None:
-        try:
-            os.close(os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            return MemoryFiles()
         except (AttributeError, OSError) as exc:  # an old system, or one that forbids the call
-            directory = Path(tempfile.gettempdir())
-            _log.warning("this system makes no files in memory (%s): versions of weights are in %s", exc, directory)
-    return DirectoryFiles(directory)
-
-
-_owned: weakref.WeakSet[DirectoryFiles] = weakref.WeakSet()
-
-
-def _disown_in_child() -> None:
-    for files in list(_owned):
-        files.disown()
-
-
-os.register_at_fork(after_in_child=_disown_in_child)
-
-
-def _allocate(file: int, *, nbytes: int, where: str) -> None:
-    try:
-        os.posix_fallocate(file, 0, nbytes)  # a write to a sparse file would kill the process when memory runs out
+            where = tempfile.gettempdir()
+            _log.warning("this system makes no files in memory (%s): versions of weights are in %s", exc, where)
+            file, path = tempfile.mkstemp(prefix=_PREFIX)
+            os.unlink(path)
+        try:
+            os.fchmod(file, 0o600)
+            os.posix_fallocate(file, 0, nbytes)  # a write to a sparse file would kill the process without memory
+            if where == "memory":
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except OSError:
+            os.close(file)
+            raise
     except OSError as exc:
-        os.close(file)
-        raise _cannot_store(nbytes, where, exc) from exc
-
-
-def _cannot_store(nbytes: int, where: str, exc: OSError) -> WeightsError:
-    return WeightsError(
-        f"cannot store another version of {nbytes:,} bytes in {where}",
-        why=str(exc),
-        fix="free memory there, or give the sender a directory with room",
-    )
+        raise WeightsError(
+            f"cannot store another version of {nbytes:,} bytes in {where}", why=str(exc), fix="free memory there"
+        ) from exc
+    return file
 
 
 def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> VersionFile:
@@ -177,60 +99,31 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
 def is_alive(payload: HostPayload) -> bool:
     """Return whether the sender still has its files open."""
     try:
-        if payload.directory:
-            return _is_owned(Path(payload.directory))
         return os.stat(_path(payload, payload.slot)).st_ino == payload.inodes[payload.slot]
     except (OSError, ValueError):
         return False
 
 
 def _path(payload: HostPayload, slot: int) -> str:
-    return f"{payload.directory or f'/proc/{payload.pid}/fd'}/{payload.files[slot]}"
+    return f"/proc/{payload.pid}/fd/{payload.files[slot]}"
 
 
 def _open(proposal: Proposal, slot: int) -> int:
-    """Open the file if it is a memory file, or in a private directory, such as this user's senders make.
-
-    The payload comes from the store, so its paths are not trusted.
-    """
-    payload = payload_of(proposal)
+    """Open the file if it is one that :func:`make_file` made. The payload comes from the store: it is not trusted."""
+    path = _path(payload_of(proposal), slot)
     try:
-        return _open_in_directory(payload, slot) if payload.directory else _open_in_memory(payload, slot)
+        name = os.path.basename(os.readlink(path))  # check first, because opening a device has effects
+        if name.startswith((f"memfd:{_PREFIX}", _PREFIX)) and name.endswith(" (deleted)"):
+            return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would block
     except OSError as exc:
         raise TransferFailedError(
             f"version {proposal.version} is not on this host",
-            why=f"{exc}: its sender has closed it, is dead, or runs as another user or on another host",
-            fix="publish again; use transport='device' between hosts, and directory=… between containers",
+            why=f"{exc}: its sender has closed it, is dead, or runs as another user, in another container or host",
+            fix="publish again; use transport='device' between hosts or containers",
         ) from exc
-    except ValueError as exc:
-        raise TransferFailedError(
-            f"version {proposal.version} cannot be read", why=str(exc), fix="publish again"
-        ) from exc
-
-
-def _open_in_directory(payload: HostPayload, slot: int) -> int:
-    directory = _open_senders(Path(payload.directory))
-    try:
-        return os.open(str(payload.files[slot]), _OPENED | os.O_NOFOLLOW, dir_fd=directory)
-    finally:
-        os.close(directory)
-
-
-def _open_in_memory(payload: HostPayload, slot: int) -> int:
-    path = _path(payload, slot)
-    if not os.readlink(path).startswith(f"/memfd:{_PREFIX}"):  # check first, because opening a device has effects
-        raise ValueError(f"{path} is now another file")
-    return os.open(path, _OPENED)
-
-
-def _open_senders(directory: Path) -> int:
-    """Open the directory of a sender of this user. Raises OSError or ValueError if it is not such a directory."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    status = os.fstat(opened)
-    if directory.name.startswith(_PREFIX) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-        return opened
-    os.close(opened)
-    raise ValueError(f"{directory} is not a sender's directory, belongs to another user, or is open to others")
+    raise TransferFailedError(
+        f"version {proposal.version} cannot be read", why=f"{path} is now another file", fix="publish again"
+    )
 
 
 def _why_unusable(file: int, payload: HostPayload, slot: int) -> str | None:
@@ -240,7 +133,8 @@ def _why_unusable(file: int, payload: HostPayload, slot: int) -> str | None:
         return f"{_path(payload, slot)} is now another file"
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return f"{_path(payload, slot)} belongs to another user or is open to others"
-    if not payload.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    in_memory = os.readlink(_path(payload, slot)).startswith("/memfd:")
+    if in_memory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         return f"{_path(payload, slot)} is not a memory file of fixed size"
     return None
 
@@ -333,42 +227,3 @@ def version_nbytes(layout: WeightLayout) -> int:
 
 def _sums_at(layout: WeightLayout) -> int:
     return _header_at(layout) + ALIGNMENT_NBYTES
-
-
-def _new_directory(base: Path) -> tuple[Path, int]:
-    # Lock it before it gets the name that _delete_abandoned looks for.
-    made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
-    owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
-    final = base / (_PREFIX + made.name.removeprefix(".hwrl-new-"))
-    made.rename(final)
-    return final, owner
-
-
-def _delete_abandoned(base: Path) -> None:
-    """Delete the directories of dead senders of this user."""
-    for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):  # it is another user's, or was just deleted
-            if not _is_owned(left):
-                shutil.rmtree(left)
-
-
-def _is_owned(directory: Path) -> bool:
-    """Return whether the process that made ``directory`` lives, by the lock that it holds there.
-
-    Raises OSError or ValueError if it is not the directory of a sender of this user.
-    """
-    place = _open_senders(directory)
-    try:
-        owner = os.open("owner", _OPENED | os.O_NOFOLLOW, dir_fd=place)
-    except FileNotFoundError:
-        return False
-    finally:
-        os.close(place)
-    try:
-        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(owner)
-    return False
