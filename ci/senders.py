@@ -27,7 +27,7 @@ import torch
 
 from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
 from hwrl.testing.processes import Processes
-from hwrl.weights import CoSender, SharedReads, WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
+from hwrl.weights import WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 _CANNOT_RUN = 77
@@ -163,19 +163,13 @@ def host(rank: int, home: Path, senders: int, options: argparse.Namespace) -> An
 def _send(rank: int, address: str, senders: int, versions: int, options: argparse.Namespace) -> list[float]:
     store = connect_store(address)
     group = Comm().standalone_group(connect_store(address), rank=rank, size=options.ranks, name="trainer")
-    sender = WeightSender(store, senders=senders) if rank == 0 else None
-    co_senders = {"policy": CoSender(store)} if rank else {}
-    if sender is not None:
-        sender.wait_for_receivers(options.receivers)
+    sender = WeightSender(store, group=group, senders=senders)
+    sender.wait_for_receivers(options.receivers)
     seconds = []
     for version in range(1, 1 + versions):
-        with SharedReads([_source(group, version, options)], group) as shared:
-            begin = time.perf_counter()
-            if sender is None:
-                shared.follow(co_senders)
-            else:
-                sender.publish(version, shared.sources[0])
-            seconds.append(time.perf_counter() - begin)
+        source, begin = _source(group, version, options), time.perf_counter()
+        sender.publish(version, source)
+        seconds.append(time.perf_counter() - begin)
     group.barrier()
     if rank == 0:  # it serves the store
         await_keys(store, [f"left/{options.ranks + number}" for number in range(options.receivers)], timeout_s=60.0)

@@ -78,7 +78,7 @@ from hwrl.train import (
     read_model_flops,
 )
 from hwrl.user_code import load_function
-from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
+from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
 
 _LOCK_WAIT_S = 150.0
 """How long a trainer waits for the checkpoints' lock. The trainer before it may be on a host that was cut off. Ray's
@@ -430,14 +430,22 @@ def build_trainer(config: Config, engines: Engines, *, algorithm: Algorithm, inc
 
 
 def build_sender(
-    config: Config, store: Any, transport: TransportName, *, senders: int, base: int | None, incarnation: int
+    config: Config,
+    store: Any,
+    transport: TransportName,
+    *,
+    group: Group | None,
+    senders: int,
+    base: int | None,
+    incarnation: int,
 ) -> PolicySender:
-    """Return rank 0's sender of weights. ``base`` is the hash of an adapter's base model."""
+    """Return a rank's end of the sender of weights. ``base`` is the hash of an adapter's base model."""
     slab_mib = config.weights.update_weights_bucket_megabytes
 
     def connect(name: str) -> WeightSender:
         return WeightSender(
             store,
+            group=group,
             name=name,
             transport=transport,
             senders=senders,
@@ -448,11 +456,6 @@ def build_sender(
 
     always_base = config.weights.send_base == "always"
     return PolicySender(connect, base=base, always_base=always_base, metadata={INCARNATION: incarnation})
-
-
-def build_co_senders(store: Any) -> dict[str, CoSender]:
-    """Return the co-senders of a rank above 0, which send its share of the weights, by the name of the link."""
-    return {name: CoSender(store, name=name) for name in (POLICY, POLICY_BASE)}
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:

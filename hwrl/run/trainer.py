@@ -27,7 +27,7 @@ from hwrl.run.report.summary import SENT
 from hwrl.run.settings import compute_dtype
 from hwrl.run.step_profile import PROFILES, StepProfile
 from hwrl.train import move_metrics
-from hwrl.weights import SharedWeights, SyncReport, TransportName
+from hwrl.weights import SyncReport, TransportName, WeightSource
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,10 @@ class TrainerRank:
         algorithm = build.build_algorithm(config, inputs)
         self._engines = build.build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy
-        self._sender = (
-            build.build_sender(
-                config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation
-            )
-            if rank == 0
-            else None
-        )
-        self._co_senders = build.build_co_senders(store) if rank and senders > 1 else {}
+        link: Any = {"group": self._group, "senders": senders, "base": self._engine.base, "incarnation": incarnation}
+        self._sender = build.build_sender(config, store, transport, **link)
+        self._model = WeightSource(self._engine.weights_metadata, self._engine.named_weights)
+        self._adapter_weights = WeightSource(self._engine.adapter_metadata, self._engine.named_adapter)
         self._trainer = build.build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
         self._checkpoints = build.build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
@@ -165,23 +161,13 @@ class TrainerRank:
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the replicas that connected after the newest weights were sent. On ranks above 0: nothing."""
-        return () if self._sender is None else self._sender.new_receivers()
+        return self._sender.new_receivers()
 
     def _send(self) -> Metrics:
-        """Gather the weights on all ranks, and send them as the newest version.
-
-        Returns the metrics of the transfer on rank 0, and none on the other ranks.
-        """
-        with (
-            get_backend().range("hwrl.sync"),
-            self._trainer.sending(),
-            SharedWeights(self._engine, self._group) as weights,
-        ):
-            if self._sender is None:
-                weights.follow(self._co_senders)
-                return {}
-            version = self._trainer.version + self._further_versions
-            report = self._sender.send(version, model=weights.model, adapter=weights.adapter)
+        """Send the weights of all ranks as the newest version, and return the metrics of the transfer."""
+        version = self._trainer.version + self._further_versions
+        with get_backend().range("hwrl.sync"), self._trainer.sending():
+            report = self._sender.send(version, model=self._model, adapter=self._adapter_weights)
         return _sync_metrics(report)
 
     def _profiled(self) -> AbstractContextManager[None]:
@@ -279,10 +265,7 @@ class TrainerRank:
         try:
             self._checkpoints.close()
         finally:
-            if self._sender is not None:
-                self._sender.close()
-            for co_sender in self._co_senders.values():
-                co_sender.close()
+            self._sender.close()
             self._engines.close()
             if self._group is not None:
                 self._group.close()

@@ -24,8 +24,8 @@ The objects on the way, from the user's call to the memory:
   :class:`SenderRound` (one attempt) → a :class:`TransportSender`, which reads the :class:`WeightSource` by a
   :class:`TensorReader` and packs slabs into a :class:`SlabRing`.
 - Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START; ``MemberRound``) →
-  :class:`WeightIntake` (the bytes of one member) → ``Participant`` (transfer, VOTE, DECISION) → :class:`ReceiverRound`
-  (one attempt) → a :class:`TransportReceiver`, which fills a :class:`Destination`.
+  :class:`WeightIntake` (the bytes, VOTE and DECISION of one member) → :class:`ReceiverRound` (one attempt) → a
+  :class:`TransportReceiver`, which fills a :class:`Destination`.
 - Receiver in an engine: the engine's process has the :class:`LinkRegistrations`, and each worker an
   :class:`EngineReceiver` with a :class:`WeightIntake`.
 
@@ -33,7 +33,6 @@ Nothing here authenticates anybody. Any process with a connection to the store c
 the store itself keeps strangers out (:mod:`hwrl.comm`).
 """
 
-from hwrl.weights.co_sender import CoSender
 from hwrl.weights.copy_destination import CopyDestination, CopyRule, whole_rules
 from hwrl.weights.destination import (
     Destination,
@@ -53,7 +52,6 @@ from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.sender import WeightSender, slab_sizes
-from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
 from hwrl.weights.streaming import IncomingVersion, StreamReceiver
@@ -75,7 +73,6 @@ __all__ = [
     "POLICY_BASE",
     "TRANSPORTS",
     "Checksums",
-    "CoSender",
     "CopyDestination",
     "CopyRule",
     "DecisionKind",
@@ -93,8 +90,6 @@ __all__ = [
     "ReceiverTiming",
     "SenderContext",
     "SenderRound",
-    "SharedReads",
-    "SharedWeights",
     "SlabRing",
     "StageClock",
     "StreamReceiver",

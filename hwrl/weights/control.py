@@ -7,14 +7,16 @@ atomic operation. A join request is several writes; :mod:`hwrl.weights.membershi
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from typing import TypeVar
 
 from hwrl.comm import PrefixStore, Store, await_keys, clone_store
-from hwrl.comm.store import pause
-from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
+from hwrl.comm.store import pause, store_failures
+from hwrl.errors import CommError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import (
     Abandonment,
@@ -27,9 +29,11 @@ from hwrl.weights.messages import (
     read_kind,
     write_message,
 )
-from hwrl.weights.store_keys import StoreKeys
 
 _NUMBER_BITS = 32  # of a proposal's number; the sender's epoch is above them
+_ABSENT = "\x01"  # never a value: compare_set returns it for a missing key, and then writes nothing
+_NEWEST = "newest proposal"
+_Result = TypeVar("_Result")
 
 
 class Note(StrEnum):
@@ -42,29 +46,65 @@ class Note(StrEnum):
     VOTE = "vote"
     DECISION = "decision"
     TRANSPORT = "transport"
+    SHARE = "share"
     JOIN = "join"
     EXCLUDED = "excluded"
     ABANDONED = "abandoned"
 
 
 class ControlChannel:
-    """The messages of the link ``name`` in ``store``. ``payloads`` maps each known transport to its payload class."""
+    """The messages of the link ``name`` in ``store``. ``payloads`` maps each known transport to its payload class.
+
+    Raises PeerLostError if the store is lost, and CommError in a forked child of the process that made this: both would
+    speak over one connection.
+    """
 
     def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[TransportPayload]]) -> None:
         # Its own connection: a client that waits blocks other threads, and making a process group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
-        self.name = name
-        self._keys = StoreKeys(self.store)
-        self.require_own_process = self._keys.require_own_process
-        self._payloads = payloads
+        self.name, self._payloads, self._process = name, payloads, os.getpid()
         self.shown: Proposal | None = None
         """The last proposal that this end has made visible to receivers."""
+
+    def require_own_process(self) -> None:
+        """Raise CommError in a forked child."""
+        if os.getpid() != self._process:
+            raise CommError(
+                "this end of a weight link belongs to another process",
+                why=f"process {self._process} made it, and this is its forked child {os.getpid()}",
+                fix="make a sender or receiver in the child, with connect_store(address)",
+            )
+
+    # -- keys: no operation but ``wait`` waits until a key exists ----------------------------------------------
+
+    def _do(self, operation: Callable[..., _Result], *arguments: object) -> _Result:
+        if os.getpid() != self._process:
+            self.require_own_process()
+        try:
+            return operation(*arguments)
+        except RuntimeError:
+            with store_failures():
+                raise
+
+    def _get(self, key: str) -> bytes | None:
+        """Return the value, or None if the key does not exist. One round trip."""
+        found = self._do(self.store.compare_set, key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._do(self.store.delete_key, key)
+
+    def _wait_and_get(self, key: str, timeout_s: float) -> bytes | None:
+        """Return the value of ``key`` once it exists; None after ``timeout_s``."""
+        await_keys(self.store, [key], timeout_s=timeout_s)
+        return self._get(key)
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
         """Register a new sender and return its number, the epoch. This deposes all earlier senders."""
-        return self._keys.add("epochs", 1)
+        return self._do(self.store.add, "epochs", 1)
 
     def check_epoch(self, epoch: int) -> None:
         """Raise TransferFailedError if the sender of ``epoch`` is deposed."""
@@ -78,28 +118,40 @@ class ControlChannel:
 
     def put_layout(self, layout: WeightLayout) -> None:
         """Store ``layout`` under its hash."""
-        self._keys.set(_key(Note.LAYOUT, layout.hash), layout.to_json())
+        self._do(self.store.set, f"{Note.LAYOUT}/{layout.hash}", layout.to_json())
 
     def reserve_number(self, epoch: int) -> int:
         """Return the number of a new proposal of sender ``epoch``. No other sender gets it.
 
         It is larger than all numbers of earlier senders, also those that a deposed one still running gets later.
         """
-        return (epoch - 1 << _NUMBER_BITS) + self._keys.add("proposal numbers", 1)
+        return (epoch - 1 << _NUMBER_BITS) + self._do(self.store.add, "proposal numbers", 1)
 
     def propose(self, proposal: Proposal) -> None:
         """Make ``proposal`` visible to the receivers; they see all of it or nothing."""
-        self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
-        self._keys.raise_to("newest proposal", proposal.number)
+        number = proposal.number
+        self._do(self.store.set, f"{Note.PROPOSAL}/{number}", json.dumps(asdict(proposal)))
+        expected = str(number - 1) if number > 1 else ""
+        while True:  # set the newest number to this one, unless it is larger; usually one round trip
+            found = self._do(self.store.compare_set, _NEWEST, expected, str(number)).decode(errors="replace")
+            if found == str(number):
+                break
+            if found == expected:  # or the key is missing: compare_set writes it only if "" is expected
+                expected = ""
+            elif _number(found) > number:
+                break
+            else:
+                expected = found
         self.shown = proposal
 
     def start(self, proposal: Proposal, start: Start) -> None:
         """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
-        self._keys.set(_key(Note.START, proposal.number), start)
+        self._do(self.store.set, f"{Note.START}/{proposal.number}", start)
 
     def decide(self, proposal: Proposal, decision: Decision) -> None:
         """Tell the receivers how the proposal ended. Written once, except that :meth:`give_up` replaces AGAIN."""
-        self._keys.set(_key(Note.DECISION, proposal.number), write_message(decision.kind, decision.detail))
+        text = write_message(decision.kind, decision.detail)
+        self._do(self.store.set, f"{Note.DECISION}/{proposal.number}", text)
 
     def give_up(self, proposal: Proposal, why: str) -> None:
         """Tell the receivers that no proposal follows.
@@ -115,39 +167,40 @@ class ControlChannel:
 
     def abandon(self, epoch: int, version: int, why: str, *, to: Sequence[int]) -> None:
         """Tell receivers ``to``, without a part in the last round, that the sender of ``epoch`` gave up ``version``."""
-        found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why, tuple(to))
-        self._keys.set(Note.ABANDONED, json.dumps(asdict(found)))
+        found = Abandonment(self._do(self.store.add, "abandonments", 1), epoch, version, why, tuple(to))
+        self._do(self.store.set, Note.ABANDONED, json.dumps(asdict(found)))
 
     def exclude(self, member: int, why: str) -> None:
         """Exclude a receiver, which gets the reason ``why``."""
-        self._keys.set(_key(Note.EXCLUDED, member), why)
-        self._keys.delete(_key(Note.JOIN, member))
+        self._do(self.store.set, f"{Note.EXCLUDED}/{member}", why)
+        self._delete([f"{Note.JOIN}/{member}"])
 
     def forget(self, proposal: Proposal) -> None:
         """Delete the messages about a proposal. No receiver may still be waiting for one."""
-        keys = [_key(note, proposal.number) for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
-        keys += [_key(note, proposal.number, member) for note in (Note.READY, Note.VOTE) for member in proposal.to]
-        for key in keys:
-            self._keys.delete(key)
+        keys = [f"{note}/{proposal.number}" for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
+        for member in proposal.to:
+            keys += f"{Note.READY}/{proposal.number}/{member}", f"{Note.VOTE}/{proposal.number}/{member}"
+        self._delete(keys)
 
     # -- the sender reads ---------------------------------------------------------------------------------------
 
     def join_counts(self) -> tuple[int, int]:
         """Return how many join requests are complete, and the newest join number."""
-        return self._keys.add("joins", 0), self._keys.add("numbers", 0)
+        return self._do(self.store.add, "joins", 0), self._do(self.store.add, "numbers", 0)
 
     def replica(self, member: int) -> str | None:
         """Return the replica name of receiver ``member``; None if it has left, or its join request is incomplete."""
-        found = self._keys.get(_key(Note.JOIN, member))
+        found = self._get(f"{Note.JOIN}/{member}")
         return None if found is None else found.decode(errors="replace")
 
     def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
         """Wait until all ``members`` have written ``note``; return those still missing after ``timeout_s``."""
-        return self._wait({_key(note, proposal.number, member): member for member in members}, timeout_s)
+        of_key = {f"{note}/{proposal.number}/{member}": member for member in members}
+        return [of_key[key] for key in await_keys(self.store, of_key, timeout_s=timeout_s)]
 
     def vote(self, proposal: Proposal, member: int) -> Vote | None:
         """Return a receiver's vote, or None if it has not voted."""
-        found = self._keys.get(_key(Note.VOTE, proposal.number, member))
+        found = self._get(f"{Note.VOTE}/{proposal.number}/{member}")
         return None if found is None else Vote.read(found)
 
     # -- the receivers write ------------------------------------------------------------------------------------
@@ -157,39 +210,39 @@ class ControlChannel:
 
         The requests become complete together, so the sender usually sees all of them at once.
         """
-        last = self._keys.add("numbers", len(replicas))
+        last = self._do(self.store.add, "numbers", len(replicas))
         numbers = tuple(range(last - len(replicas) + 1, last + 1))
         for number, replica in zip(numbers, replicas, strict=True):
-            self._keys.set(_key(Note.JOIN, number), replica)
-        self._keys.add("joins", len(replicas))
+            self._do(self.store.set, f"{Note.JOIN}/{number}", replica)
+        self._do(self.store.add, "joins", len(replicas))
         return numbers
 
     def leave(self, member: int) -> None:
         """Withdraw the join request. Its number is not used again."""
-        for note in (Note.JOIN, Note.EXCLUDED):
-            self._keys.delete(_key(note, member))
+        self._delete([f"{Note.JOIN}/{member}", f"{Note.EXCLUDED}/{member}"])
 
     def report_ready(self, proposal: Proposal, member: int) -> None:
         """Tell the sender that receiver ``member`` is ready for the transfer."""
-        self._keys.set(_key(Note.READY, proposal.number, member), "")
+        self._do(self.store.set, f"{Note.READY}/{proposal.number}/{member}", "")
 
     def cast_vote(self, proposal: Proposal, member: int, vote: Vote) -> None:
         """Write the vote of receiver ``member``."""
-        self._keys.set(_key(Note.VOTE, proposal.number, member), write_message(vote.kind, vote.detail))
+        text = write_message(vote.kind, vote.detail)
+        self._do(self.store.set, f"{Note.VOTE}/{proposal.number}/{member}", text)
 
     # -- the receivers read -------------------------------------------------------------------------------------
 
     def newest(self) -> int:
         """Return the newest proposal's number, 0 before the first. One short round trip."""
-        return self._keys.number("newest proposal")
+        return _number(self._get(_NEWEST) or b"0")
 
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before the first."""
-        return self._keys.add("epochs", 0)
+        return self._do(self.store.add, "epochs", 0)
 
     def proposal(self, number: int) -> Proposal | None:
         """Return proposal ``number``, or None if its messages were deleted."""
-        text = self._keys.get(_key(Note.PROPOSAL, number))
+        text = self._get(f"{Note.PROPOSAL}/{number}")
         return None if text is None else Proposal.read(text, self._payloads)
 
     def wait_for_newer(self, number: int, *, timeout_s: float) -> None:
@@ -200,27 +253,27 @@ class ControlChannel:
 
     def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
         """Block until the sender has answered READY; return None after ``timeout_s``."""
-        text = self._wait_and_get(_key(Note.START, proposal.number), timeout_s)
+        text = self._wait_and_get(f"{Note.START}/{proposal.number}", timeout_s)
         return None if text is None else read_kind("the start", text, Start)
 
     def wait_for_decision(self, proposal: Proposal, *, timeout_s: float) -> Decision | None:
         """Block until the sender has decided; return None after ``timeout_s``."""
-        text = self._wait_and_get(_key(Note.DECISION, proposal.number), timeout_s)
+        text = self._wait_and_get(f"{Note.DECISION}/{proposal.number}", timeout_s)
         return None if text is None else Decision.read(text)
 
     def decision(self, proposal: Proposal) -> Decision | None:
         """Return the sender's decision, or None if there is none yet."""
-        text = self._keys.get(_key(Note.DECISION, proposal.number))
+        text = self._get(f"{Note.DECISION}/{proposal.number}")
         return None if text is None else Decision.read(text)
 
     def abandonment(self) -> Abandonment:
         """Return the newest abandonment; its number is 0 if there is none."""
-        text = self._keys.get(Note.ABANDONED)
+        text = self._get(Note.ABANDONED)
         return Abandonment() if text is None else Abandonment.read(text)
 
     def check_member(self, member: int, replica: str) -> None:
         """Raise ReceiverExcludedError if receiver ``member`` was excluded."""
-        why = self._keys.get(_key(Note.EXCLUDED, member))
+        why = self._get(f"{Note.EXCLUDED}/{member}")
         if why is not None:
             raise ReceiverExcludedError(
                 f"receiver {replica!r} was excluded from {self.name!r}",
@@ -230,44 +283,47 @@ class ControlChannel:
 
     def layout(self, proposal: Proposal) -> WeightLayout:
         """Return the proposal's layout. Raises LayoutMismatchError if it is malformed or has another hash."""
-        layout = WeightLayout.from_json(self._keys.get(_key(Note.LAYOUT, proposal.layout_hash)) or b"")
+        layout = WeightLayout.from_json(self._get(f"{Note.LAYOUT}/{proposal.layout_hash}") or b"")
         if layout.hash != proposal.layout_hash:
             raise LayoutMismatchError(
                 "this is not the layout of the proposal", why="the hashes differ", fix="use the same hwrl on both sides"
             )
         return layout
 
-    # -- further notes of a round: keys of hwrl (notes.py) begin with a letter, keys of a transport with a digit --
+    # -- further notes of a round: of its transport, or of its sending ranks (Note.SHARE) ----------------------
 
-    def put_transport_note(self, proposal: Proposal, key: str, text: str, *, member: int | None = None) -> None:
-        """Write a note."""
-        self._keys.set(_transport_key(proposal, key, member), text)
+    def put_note(
+        self, proposal: Proposal, key: str, text: str, *, member: int | None = None, note: Note = Note.TRANSPORT
+    ) -> None:
+        """Write a note of the sender, or of ``member``."""
+        self._do(self.store.set, _note_key(note, proposal, member, key), text)
 
-    def wait_for_transport_note(self, proposal: Proposal, key: str, *, timeout_s: float) -> bytes | None:
+    def wait_for_note(
+        self, proposal: Proposal, key: str, *, timeout_s: float, note: Note = Note.TRANSPORT
+    ) -> bytes | None:
         """Block until the sender's note exists, and return it; None after ``timeout_s``."""
-        return self._wait_and_get(_transport_key(proposal, key, None), timeout_s)
+        return self._wait_and_get(_note_key(note, proposal, None, key), timeout_s)
 
-    def missing_transport_note(
-        self, proposal: Proposal, key: str, members: Collection[int], *, timeout_s: float
-    ) -> list[int]:
+    def missing_note(self, proposal: Proposal, key: str, members: Collection[int], *, timeout_s: float) -> list[int]:
         """Wait until all ``members`` have written their note; return those still missing after ``timeout_s``."""
-        return self._wait({_transport_key(proposal, key, member): member for member in members}, timeout_s)
+        of_key = {_note_key(Note.TRANSPORT, proposal, member, key): member for member in members}
+        return [of_key[key] for key in await_keys(self.store, of_key, timeout_s=timeout_s)]
 
-    def forget_transport_note(self, proposal: Proposal, key: str, *, member: int | None = None) -> None:
+    def forget_note(
+        self, proposal: Proposal, key: str, *, member: int | None = None, note: Note = Note.TRANSPORT
+    ) -> None:
         """Delete a note."""
-        self._keys.delete(_transport_key(proposal, key, member))
-
-    def _wait(self, members: Mapping[str, int], timeout_s: float) -> list[int]:
-        return [members[key] for key in await_keys(self.store, members, timeout_s=timeout_s)]
-
-    def _wait_and_get(self, key: str, timeout_s: float) -> bytes | None:
-        await_keys(self.store, [key], timeout_s=timeout_s)
-        return self._keys.get(key)
+        self._delete([_note_key(note, proposal, member, key)])
 
 
-def _key(note: Note, *parts: int | str) -> str:
-    return "/".join(map(str, (note, *parts)))
+def _note_key(note: Note, proposal: Proposal, member: int | None, key: str) -> str:
+    return f"{note}/{proposal.number}/{'sender' if member is None else member}/{key}"
 
 
-def _transport_key(proposal: Proposal, key: str, member: int | None) -> str:
-    return _key(Note.TRANSPORT, proposal.number, "sender" if member is None else member, key)
+def _number(found: str | bytes) -> int:
+    try:
+        return int(found)
+    except ValueError as exc:
+        raise TransferFailedError(
+            "the store is damaged", why=f"{_NEWEST!r} is not a number but {found[:80]!r}", fix="start the run again"
+        ) from exc

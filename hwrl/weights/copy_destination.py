@@ -13,7 +13,7 @@ import torch
 
 from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import Backend
-from hwrl.weights.destination import RING_NBYTES, Destination, DestinationFactory, ring_slots
+from hwrl.weights.destination import RING_NBYTES, ring_slots
 from hwrl.weights.layout import Entry, Slab, WeightLayout
 from hwrl.weights.slabs import INTEGERS, SlabLease, SlabRing
 
@@ -138,14 +138,6 @@ class CopyDestination:
 
     def cancel(self) -> None:
         """Do nothing: the next version overwrites all targets."""
-
-    def release(self) -> None:
-        """Free the ring. No slab is under way; the next slab allocates the ring again."""
-        self._ring.release()
-
-    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return the destination that ``make_destination`` makes for ``layout``."""
-        return make_destination(layout)
 
     def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
         copies: list[_Copy] = []

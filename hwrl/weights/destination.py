@@ -45,15 +45,6 @@ class Destination(Protocol):
     def cancel(self) -> None:
         """Drop the version that was begun."""
 
-    def release(self) -> None:
-        """Free the ring, if there is one. No slab is under way; the next slab allocates the ring again."""
-
-    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return the destination for another chapter of the version that was begun, with the tensors of ``layout``.
-
-        ``make_destination`` has made this destination. Raises LayoutMismatchError if a tensor has no destination.
-        """
-
 
 DestinationFactory = Callable[[WeightLayout], Destination]
 """Makes the destination for a layout's versions. Raises LayoutMismatchError if a tensor has no destination."""
@@ -118,55 +109,6 @@ class DoubleBuffer:
     def cancel(self) -> None:
         """Do nothing: the next version overwrites the spare memory."""
 
-    def release(self) -> None:
-        """Do nothing: there is no ring."""
-
-    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        """Return another double buffer."""
-        return make_destination(layout)
-
-
-class ChapteredDestination:
-    """The destinations of one version: ``first`` for chapter 0, and another one for each later chapter.
-
-    ``make_destination`` is the receiver's function.
-    """
-
-    def __init__(self, layout: WeightLayout, first: Destination, make_destination: DestinationFactory) -> None:
-        self._layout, self._make_destination = layout, make_destination
-        self._destinations = [first]
-        self.nbytes = layout.payload_nbytes
-        """The bytes of the tensors of all chapters so far."""
-        self.tensors: Mapping[str, torch.Tensor] = {}
-        """The newest version's tensors, in the sender's order; empty if a loader takes them."""
-
-    def begin(self) -> Destination:
-        """Prepare for a version, and return the destination of its chapter 0."""
-        del self._destinations[1:]
-        self.nbytes = self._layout.payload_nbytes
-        self._destinations[0].begin()
-        return self._destinations[0]
-
-    def begin_chapter(self, layout: WeightLayout) -> Destination:
-        """Return the destination of the next chapter. Raises LayoutMismatchError if a tensor has no destination."""
-        self._destinations[-1].release()  # so that there is only one ring at a time
-        newest = self._destinations[0].further(layout, self._make_destination)
-        self._destinations.append(newest)
-        newest.begin()
-        self.nbytes += layout.payload_nbytes
-        return newest
-
-    def finish(self) -> None:
-        """Complete the version."""
-        for destination in reversed(self._destinations):  # the first one last, because it ends the loader's version
-            destination.finish()
-        self.tensors = {name: tensor for one in self._destinations for name, tensor in one.tensors.items()}
-
-    def cancel(self) -> None:
-        """Drop the version that was begun."""
-        for destination in reversed(self._destinations):
-            destination.cancel()
-
 
 class TensorLoader(Protocol):
     """Takes a version tensor by tensor, as the weight loaders of engines do."""
@@ -214,11 +156,6 @@ class TensorStream:
         if empty:
             self._loader.load(empty)
 
-    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> TensorStream:
-        """Return a stream for another chapter, to the same loader; this stream begins and ends the version."""
-        assert self.slots is not None
-        return TensorStream(layout, _ChapterLoader(self._loader), backend=self._backend, slots=self.slots)
-
     def memory_for(self, index: int) -> SlabLease:
         """Return memory of the tensor if it is alone in the slab, else a slot of the ring."""
         pieces = self._layout.slabs[index].pieces
@@ -253,10 +190,6 @@ class TensorStream:
         self._parts.clear()
         self._loader.cancel()
 
-    def release(self) -> None:
-        """Free the ring. No slab is under way; the next slab allocates the ring again."""
-        self._ring.release()
-
     def _part(self, number: int) -> torch.Tensor:
         if number not in self._parts:
             self._parts[number] = self._new(number)
@@ -269,19 +202,6 @@ class TensorStream:
             raw = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._backend.device())
         current.wait_stream(self._stream)
         return view_bytes(raw, entry)
-
-
-class _ChapterLoader:
-    """Loads the tensors of a later chapter; another destination begins and ends the version."""
-
-    def __init__(self, loader: TensorLoader) -> None:
-        self.load = loader.load
-
-    def begin(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def cancel(self) -> None: ...
 
 
 def _names_of(layout: WeightLayout) -> dict[int, list[str]]:

@@ -95,7 +95,7 @@ class EngineReceiver:
     def _take(self, offer: WeightOffer) -> Proposal | None:
         member = offer.members[self._number]
         intake = self._intake_of(offer)
-        proposal = intake.proposal(offer.proposal)
+        proposal = intake.channel.proposal(offer.proposal)
         if member is None or proposal is None:
             raise TransferFailedError(
                 f"proposal {offer.proposal} cannot be received",

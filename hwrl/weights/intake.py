@@ -1,18 +1,25 @@
-"""Receives the bytes of a proposed version for one member of a link, verifies them, and votes."""
+"""Receives the bytes of a proposed version for one member of a link, verifies them, and votes.
+
+It is the receiver's part of a commit after the rendezvous (:class:`~hwrl.weights.LinkRegistrations`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from hwrl.comm import Store
+from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel
-from hwrl.weights.destination import ChapteredDestination, DestinationFactory
+from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
-from hwrl.weights.messages import Proposal, Vote
-from hwrl.weights.participant import Participant
+from hwrl.weights.messages import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import (
@@ -24,6 +31,10 @@ from hwrl.weights.transport import (
     TransportReceiver,
 )
 from hwrl.weights.transports import TRANSPORTS
+
+_HELD_S = 1.0
+"""A transfer that takes longer may be held. From then on the receiver looks whether the round is over."""
+_log = logging.getLogger("hwrl.weights")
 
 
 class WeightIntake:
@@ -48,22 +59,23 @@ class WeightIntake:
     ) -> None:
         self._cancellation = cancellation or Cancellation()
         payloads = {key: transport.payload for key, transport in transports.items()}
-        self._channel = ControlChannel(store, name=name, payloads=payloads)
+        self.channel = ControlChannel(store, name=name, payloads=payloads)
         self._backend, self._make_destination, self._slabs = backend, make_destination, slabs
         self._timing, self._transports = timing, transports
         self._ends: dict[str, TransportReceiver] = {}
-        self._prepared: tuple[WeightLayout, ChapteredDestination, Checksums] | None = None
+        self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
 
-    def proposal(self, number: int) -> Proposal | None:
-        """Return proposal ``number``, or None if its messages were deleted."""
-        return self._channel.proposal(number)
-
-    def prepare(self, proposal: Proposal) -> ChapteredDestination:
-        """Return the destination for the proposal's version, made again whenever the layout changes.
+    def prepare(self, proposal: Proposal) -> tuple[WeightLayout, Destination, Checksums]:
+        """Return the proposal's layout, and the destination and checksums made for it; made again if it changes.
 
         Raises LayoutMismatchError if a tensor has no destination.
         """
-        return self._prepare(proposal)[1]
+        if self._prepared is None or self._prepared[0].hash != proposal.layout_hash:
+            self._prepared = None  # free its memory before the next destination is made
+            layout = self.channel.layout(proposal)
+            destination = self._make_destination(layout)
+            self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
+        return self._prepared
 
     def take(
         self, proposal: Proposal, member: int, *, replica: str, after: int, deadline: float, clock: StageClock
@@ -77,28 +89,83 @@ class WeightIntake:
         """
         transport = self._transports[proposal.transport]
         try:
-            layout, destination, sums = self._prepare(proposal)
+            layout, destination, sums = self.prepare(proposal)
         except BaseException as exc:
             if not transport.keeps_versions:  # at once, because the other receivers wait for this vote
-                self._channel.cast_vote(proposal, member, Vote.of_error(exc))
+                self.channel.cast_vote(proposal, member, Vote.of_error(exc))
             raise
         receiving = ReceiverRound(
-            proposal, self._channel, member, replica, self._timing, self._cancellation, layout, deadline
+            proposal, self.channel, member, replica, self._timing, self._cancellation, layout, deadline
         )
-        participant = Participant(
-            transport, self._end_of(proposal.transport), destination, device=self._backend.device()
-        )
+        finished = None
         try:
-            taken = participant.take(receiving, sums, clock, after=after)
-            if taken is not None:
-                with torch.no_grad():
+            with torch.no_grad():
+                if transport.keeps_versions:
+                    taken = self._fetch_newest(receiving, destination, sums, clock, after=after)
+                else:
+                    taken = self._take_part(receiving, destination, sums, clock)
+                if taken is not None:
                     destination.finish()
-        except BaseException:
-            destination.cancel()
-            raise
-        if taken is None:
-            destination.cancel()
-        return taken
+                    finished = taken
+        finally:
+            if finished is None:
+                destination.cancel()
+        return finished
+
+    def _take_part(
+        self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
+    ) -> Proposal | None:
+        """Take part in a two-phase commit: receive, vote, and wait for the decision."""
+        end, stage = self._end_of(receiving.proposal)
+        with _ended_with_round(end, receiving), clock(stage):
+            try:
+                vote = self._receive(receiving, destination, sums, clock)
+            except CommError as exc:
+                vote = Vote.of_error(exc)
+            except BaseException as exc:  # at once, because the other receivers wait for this vote
+                receiving.cast(Vote.of_error(exc))
+                raise
+        with clock("vote"):
+            receiving.cast(vote)
+            decision = receiving.wait_for_decision()
+        committed = decision is not None and decision.kind is DecisionKind.COMMITTED
+        return receiving.proposal if committed else None
+
+    def _fetch_newest(
+        self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock, *, after: int
+    ) -> Proposal | None:
+        """Copy a stored version; if it is lost, corrupt or never completed, the one before, if above ``after``."""
+        try:
+            return self._fetch(receiving, destination, sums, clock)
+        except TransferFailedError as exc:
+            number = receiving.proposal.last_stored_number
+            earlier = self.channel.proposal(number) if number > after else None
+            if earlier is None:
+                raise
+            _log.warning("receiving version %d instead: %s", earlier.version, exc)
+            return self._fetch(replace(receiving, proposal=earlier), destination, sums, clock)
+
+    def _fetch(
+        self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
+    ) -> Proposal | None:
+        """Copy a stored version, even while it is being written; return None if a newer one has replaced it."""
+        with clock(self._end_of(receiving.proposal)[1]):
+            vote = self._receive(receiving, destination, sums, clock)
+        if vote.kind is VoteKind.TORN:
+            return None
+        if vote.kind is VoteKind.WHOLE:
+            return receiving.proposal
+        raise TransferFailedError(
+            f"version {receiving.proposal.version} was not received",
+            why=f"the bytes received differ from those written ({vote})",
+            fix="publish it again, then receive again",
+        )
+
+    def _receive(self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock) -> Vote:
+        clock.forget_spans()
+        destination.begin()
+        theirs = self._end_of(receiving.proposal)[0].receive(receiving, destination, sums, clock)
+        return Vote(VoteKind.TORN, "a newer version replaced it") if theirs is None else sums.compare(theirs)
 
     def abort(self) -> None:
         """Abort all operations under way. Any thread may call this."""
@@ -117,16 +184,37 @@ class WeightIntake:
         self._ends = {}
         self.release()
 
-    def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, ChapteredDestination, Checksums]:
-        if self._prepared is None or self._prepared[0].hash != proposal.layout_hash:
-            self._prepared = None  # free its memory before the next destination is made
-            layout = self._channel.layout(proposal)
-            destination = ChapteredDestination(layout, self._make_destination(layout), self._make_destination)
-            self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
-        return self._prepared
+    def _end_of(self, proposal: Proposal) -> tuple[TransportReceiver, str]:
+        """Return the receiving end of the proposal's transport, and the name of its stage in reports."""
+        transport, name = self._transports[proposal.transport], proposal.transport
+        if name not in self._ends:
+            self._ends[name] = transport.receiver(ReceiverContext(self.channel.store, self._backend, self._slabs))
+        return self._ends[name], transport.stage
 
-    def _end_of(self, transport: str) -> TransportReceiver:
-        if transport not in self._ends:
-            context = ReceiverContext(self._channel.store, self._backend, self._slabs)
-            self._ends[transport] = self._transports[transport].receiver(context)
-        return self._ends[transport]
+
+@contextlib.contextmanager
+def _ended_with_round(end: TransportReceiver, receiving: ReceiverRound) -> Iterator[None]:
+    """Abort the transfer in the block when its round is over: the sender waits no longer for this receiver.
+
+    A collective library may hold an operation that begins while its peer leaves, until the transfer's limit.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(receiving.timing.look_s):
+            with contextlib.suppress(CommError, TransferFailedError):  # the receiver meets these by itself
+                over = receiving.is_over()
+                with lock:
+                    if over and not ended.is_set():
+                        end.abort()
+                        return
+
+    watch = threading.Timer(_HELD_S, look)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+        with lock:  # so that nothing is aborted after the block
+            ended.set()

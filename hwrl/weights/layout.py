@@ -1,7 +1,6 @@
 """The weight layout: the offset of every tensor in a version's bytes, and its slabs.
 
-Sender and receivers agree on it once, by its hash; versions with the same layout bring no metadata. An iterator's first
-version has a layout for each chapter, and a layout for all its tensors is planned after it.
+Sender and receivers agree on it once, by its hash; versions with the same layout bring no metadata.
 """
 
 from __future__ import annotations
@@ -180,8 +179,8 @@ class WeightLayout:
 
 
 JOINT_READ = (
-    "on every rank: `with SharedReads([WeightSource.from_module(model, group=group)], group) as shared:`; there "
-    "the first rank publishes shared.sources[0], and the others call shared.follow() (docs/weights.md)"
+    "make the sender on every rank with the group of these ranks, WeightSender(store, group=group), and call "
+    "publish(version, model) on every rank (docs/weights.md)"
 )
 """How weights that are divided among ranks are sent."""
 

@@ -68,7 +68,7 @@ class Membership:
         return self.names_of(sorted(self.members))
 
     def names_of(self, members: Collection[int]) -> tuple[str, ...]:
-        """Return the replica names of ``members``, without those that have left."""
+        """Return the replica names of those ``members`` still here."""
         return tuple(self.members[member] for member in members if member in self.members)
 
     def absent(self, replicas: Collection[str]) -> list[str]:
@@ -81,7 +81,7 @@ class Membership:
         return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def note_committed(self, members: Collection[int], content: int) -> None:
-        """Record that ``members`` have voted "whole" for ``content``. Members that have left are ignored."""
+        """Record that ``members`` have voted "whole" for ``content``. Members gone meanwhile are ignored."""
         self._has_committed = True
         self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 

@@ -173,8 +173,7 @@ class Proposal:
     the receivers, in rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and
     receivers derive their own limits from it. ``last_stored_number`` is the number of the last proposal whose version
     was stored completely; 0 if there is none, or if the transport keeps no versions. ``senders`` ranks share the slabs
-    (:class:`~hwrl.weights.shares.Shares`). ``chapters`` is 1 if chapters with other layouts may follow, because the
-    sender reads an iterator (:class:`~hwrl.weights.chapters.Chapters`), else 0.
+    (:class:`~hwrl.weights.shares.Shares`).
     """
 
     number: int
@@ -188,7 +187,6 @@ class Proposal:
     metadata: dict[str, str | int | float]
     payload: TransportPayload
     senders: int = 1
-    chapters: int = 0
 
     @classmethod
     def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:

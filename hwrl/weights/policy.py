@@ -9,6 +9,7 @@ from typing import Literal
 
 from hwrl.weights.layout import find_ties
 from hwrl.weights.messages import Metadata
+from hwrl.weights.ranks import on_rank_0
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
 from hwrl.weights.source import WeightSource
@@ -54,7 +55,8 @@ class SyncReport:
 class PolicySender:
     """Sends the versions of a policy, and the base of an adapter only to receivers without it.
 
-    ``connect`` makes the sender of a link, for POLICY and, with an adapter, for POLICY_BASE. ``base`` is the identity
+    ``connect`` makes the sender of a link, for POLICY and, with an adapter, for POLICY_BASE. If these senders have a
+    group, make and call this alike on every rank of it. ``base`` is the identity
     of the adapter's base; None means that whole models are sent. The receivers decide who gets a base: whenever an
     engine holds none, its receiver joins POLICY_BASE. This sender keeps no list of its own. ``always_base`` sends the
     base with every version, for comparison. ``metadata`` is sent with every version.
@@ -76,12 +78,13 @@ class PolicySender:
         """Return what would be sent with a version now. Cheap."""
         if self._base_identity is None:
             return SyncPlan("full", "the whole model is trained")
-        if self._base_sender is None:
+        base = self._base_sender
+        if base is None:
             return SyncPlan("base + adapter", "always_base is set")
-        lacking = self._base_sender.new_receivers()
+        lacking = on_rank_0(base.group, "find who lacks the base", lambda: list(base.new_receivers()))
         if lacking:
             return SyncPlan("base + adapter", f"no base at {', '.join(lacking)}")
-        if self._base_sender.keeps_versions and self._base_sender.version is None:
+        if base.keeps_versions and base.version is None:
             return SyncPlan("base + adapter", "the host's store does not have the base yet")
         return SyncPlan("adapter", "every receiver holds the base, or finds it in the host's store")
 
@@ -119,8 +122,6 @@ def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> Tran
     report = sender.publish(identity, model)
     if not report.excluded:  # an excluded receiver that is silent may still read the ring
         sender.release()  # the next base may never come, and the ring is device memory
-        if sender.senders > 1 and model.shared is not None:
-            model.shared.reads.release(POLICY_BASE)
     return report
 
 

@@ -23,7 +23,6 @@ from hwrl.interfaces import Backend
 from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import (
     RING_NBYTES,
-    ChapteredDestination,
     Destination,
     DestinationFactory,
     DoubleBuffer,
@@ -215,8 +214,8 @@ class WeightReceiver:
                     self._leave()  # so that the sender does not wait for this receiver in the next attempt
                 raise
             try:
-                destination = self._intake.prepare(proposal)
-                if self._take(proposal, destination, deadline, clock):
+                layout, destination, _ = self._intake.prepare(proposal)
+                if self._take(proposal, layout, destination, deadline, clock):
                     return
             except LayoutMismatchError:
                 self._leave()  # so that the sender does not wait for a receiver that cannot receive
@@ -242,7 +241,9 @@ class WeightReceiver:
             self._registrations.join()
             self._left = False
 
-    def _take(self, proposal: Proposal, destination: ChapteredDestination, deadline: float, clock: StageClock) -> bool:
+    def _take(
+        self, proposal: Proposal, layout: WeightLayout, destination: Destination, deadline: float, clock: StageClock
+    ) -> bool:
         """Take part in ``proposal``; return whether a version is committed here."""
         (member,) = self._registrations.members_of(proposal)
         assert member is not None, "the proposal is for this receiver"
@@ -263,7 +264,7 @@ class WeightReceiver:
                 clock=clock,
             )
             if taken is not None:
-                received = Received(taken, destination.tensors, destination.nbytes, clock)
+                received = Received(taken, destination.tensors, layout.payload_nbytes, clock)
                 self._undelivered, self.version = [received], taken.version
             return taken is not None
         except BaseException as exc:

@@ -15,8 +15,7 @@ from hwrl.interfaces import Backend
 class TransferReport:
     """The result of one ``publish``.
 
-    ``nbytes`` are the bytes of the version's tensors, counting tied tensors once, even if nobody received them. Only of
-    a first iterator that no receiver wanted they are those of its first chapter, because the rest is dropped unseen.
+    ``nbytes`` are the bytes of the version's tensors, counting tied tensors once, even if nobody received them.
     ``transfer_s`` is the time from the first to the last of them on this process's device, measured by its events; 0.0
     if nothing was sent.
 
@@ -31,7 +30,7 @@ class TransferReport:
 
     ``changed_share`` is the share of the version's checksums, one for each 32 KiB, that differ from the version before:
     0.0 if all bits are the same, 1.0 for a sender's first version. None if that is unknown: nobody received the
-    version, it has no bytes, or the one before was an iterator's first, in chapters.
+    version, or it has no bytes.
     """
 
     version: int
@@ -60,14 +59,13 @@ class StageClock:
     def span(self, backend: Backend) -> Iterator[None]:
         """Measure the operations queued on the current stream inside the context.
 
-        Several spans, one for each chapter, count from the begin of the first to the end of the last. A span left by an
-        exception does not count.
+        A span left by an exception does not count.
         """
         begin, end, stream = backend.event(timing=True), backend.event(timing=True), backend.current_stream()
         begin.record(stream)
         yield
         end.record(stream)
-        self._events = begin if self._events is None else self._events[0], end
+        self._events = begin, end
 
     def forget_spans(self) -> None:
         """Forget the spans so far, because another attempt begins."""

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from hwrl.comm import Store
+from hwrl.comm import Group, Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError, in_one_line
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.chapters import Chapters, on_meta
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout, checked_pair
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import LONGEST_TIMEOUT_S, DecisionKind, Limits, Metadata, Proposal, checked_metadata
+from hwrl.weights.ranks import Follower, on_rank_0, read_together
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.source import Weights, WeightSource, drain
-from hwrl.weights.transaction import OutgoingVersion, SenderLink
+from hwrl.weights.source import Weights, WeightSource, drain, gather_weights
+from hwrl.weights.transaction import OutgoingVersion, SenderLink, commit
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
 
@@ -31,6 +33,10 @@ _NO_CONTENT = -1  # no receiver has it
 
 class WeightSender:
     """The trainer's end of the link ``name``. Use it from one thread. A context manager.
+
+    With ``group`` make it and call it alike on every rank of the group: what the ranks hold together, as FSDP2 divides
+    it, is read by all of them. Rank 0 coordinates and talks to the receivers. Every rank gets its report, or an error.
+    Without a group this process is alone.
 
     A link has one sender at a time. A new sender of the same name on the same store deposes the old one and begins a
     new epoch. Receivers follow the new sender even if its versions are lower.
@@ -51,15 +57,15 @@ class WeightSender:
     ``slabs`` slabs of ``slab_nbytes`` bytes are under way at once; None chooses the best size for the device. Slabs
     of tensors that are contiguous in one storage are twice as large.
 
-    With several ``senders`` other ranks send, too. Each of them has a :class:`~hwrl.weights.CoSender`, and the weights
-    are one of the ``sources`` of :class:`~hwrl.weights.SharedReads`. This sender is on rank 0 and coordinates the
-    others. Of the built-in transports only "device" supports this.
+    With several ``senders`` as many ranks of the group send, each a share of every version, at equal distances in the
+    group. Of the built-in transports only "device" supports this.
     """
 
     def __init__(
         self,
         store: Store,
         *,
+        group: Group | None = None,
         name: str = "policy",
         backend: Backend | None = None,
         transport: str = "device",
@@ -72,12 +78,20 @@ class WeightSender:
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         _check_transport(transport, transports)
-        _check_senders(senders, transport, transports)
+        _check_senders(senders, transport, transports, ranks=1 if group is None else group.size)
         _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
+        self.group = None if group is None or group.size == 1 else group
         self.senders, self._slabs = senders, slabs
+        self._link: SenderLink | None = None
+        self.version: int | None = None
+        self._follower: Follower | None = None
+        if self.group is not None and self.group.rank:
+            options: Any = {"backend": self._backend, "senders": senders, "slabs": slabs, "transports": transports}
+            self._follower = Follower(store, self.group, name=name, **options)
+            return
         streams = self._backend.supports(Capability.STREAMS).usable
         nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders, slab_nbytes=slab_nbytes)
         self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
@@ -86,9 +100,7 @@ class WeightSender:
         self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()
-        self._link: SenderLink | None = None
         self._content = self._contents = 0  # the content of the newest version; the number of contents so far
-        self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
         return self
@@ -112,19 +124,22 @@ class WeightSender:
     ) -> TransferReport:
         """Send ``weights`` as ``version``. Block until a round has committed it, or no receiver is left to wait for.
 
+        Call it on every rank of the group; rank 0's other arguments count. If it raises on rank 0, the others raise
+        CommAbortedError with the reason, or an error of their own.
+
         ``to`` names the receivers (not with the host transport); None means all that have joined. Those not joined are
         ``excluded`` in the report. Excluded, postponed and late receivers do not get the version, and that is no error.
 
         ``weights`` is a module, a mapping of names to tensors, an iterable of such pairs, or a :class:`WeightSource`.
-        What FSDP2 has divided among ranks needs a source that all ranks read together; WeightsError says how.
-        It is read during the transfer, and again if the transfer is repeated. Tensors made during the read are held
-        only for the slabs under way; the host transport holds all those of a first iterator. An iterator is always read
-        to its end, and its tensors must own their memory. A transfer that breaks after some of them were dropped raises
-        TransferFailedError. Reading may be a collective operation, so a read that has begun continues to its end even
-        if this raises. Tensors must not change until this returns.
+        DTensors of several ranks need the group; tensors that all ranks hold whole travel from rank 0. They are read
+        during the transfer, and again if the transfer is repeated. Tensors made during the read are held only for the
+        slabs under way. A first version's iterator is read before the transfer and held on the host; later ones are
+        read once, and a transfer that breaks raises TransferFailedError. An iterator is always read to its end, its
+        tensors must own their memory, and there must be one sender. Reading may be a collective operation, so a read
+        that has begun continues to its end even if this raises. Tensors must not change until this returns.
 
-        The first call plans the layout from the source's metadata, or from an iterator while it is read. Later calls
-        must bring the same names, dtypes and shapes in the same order (LayoutMismatchError).
+        The first call plans the layout from the source's metadata, or from the iterator. Later calls must bring the
+        same names, dtypes and shapes in the same order (LayoutMismatchError).
 
         Publishing the newest version again sends it only to receivers without it (the host transport stores it for all
         again). With ``again`` the tensors count as new: they are sent to all receivers, and ``version`` may be any
@@ -134,25 +149,45 @@ class WeightSender:
         newest, or if three attempts fail with no receiver to exclude. No attempt begins later than four times
         ``timeout_s`` after the first. If this raises, waiting receivers are told at once.
         """
+        if self.group is not None and isinstance(weights, Iterator):
+            weights = gather_weights(weights, self.group, dtype=None)
+        try:
+            report = on_rank_0(
+                self.group,
+                f"publish version {version}",
+                lambda: asdict(self._publish(version, weights, metadata, to=to, again=again)),
+                follow=functools.partial(self._follow, weights),
+            )
+        finally:
+            if isinstance(weights, Iterator):
+                drain(weights)
+        self.version = report["version"]
+        return TransferReport(**report)
+
+    def _follow(self, weights: Weights, number: int) -> Exception | None:
+        assert self._follower is not None, "only ranks above 0 follow"
+        return self._follower.follow(self._as_source(weights), number)
+
+    def _publish(
+        self, version: int, weights: Weights, metadata: Metadata | None, *, to: Collection[str] | None, again: bool
+    ) -> TransferReport:
+        """Send a version from rank 0."""
         clock, shown = StageClock(), self._channel.shown
         number, content = 0, _NO_CONTENT  # if version is no integer
         try:
             number, content = self._numbers_of(version, again=again)
             with clock("gather"), torch.no_grad():
-                self._check_turn(number, again=again)
-                self._check_choice(to)
+                self._check_call(number, to, again=again)
                 source = self._source_of(weights)
-                link = self._link_for(source)
-            outcome = link.commit(OutgoingVersion(number, content, checked_metadata(metadata), source, to), clock)
+                link = self._link = self._link or self._connect(source)
+            outgoing = OutgoingVersion(number, content, checked_metadata(metadata), source, to)
+            outcome = commit(link, outgoing, clock)
             self.version, self._content = number, content
         except BaseException as exc:
             if self._has_committed(content) or self._has_decided(shown):  # the error came after that
                 self.version, self._content = number, content
             self._abandon(number, exc, content=content, to=to, before=shown)
             raise
-        finally:
-            if isinstance(weights, Iterator):
-                drain(weights)
         changed = link.changed_share if self._has_committed(content) else None
         return TransferReport(number, link.layout.payload_nbytes, clock.seconds, *outcome, clock.span_s(), changed)
 
@@ -160,21 +195,29 @@ class WeightSender:
         """Return the receivers that have joined and have committed no version of this sender. Cheap.
 
         The next ``publish`` sends them its version, even if it is the newest one again. Always empty with the host
-        transport, because its receivers fetch stored versions by themselves.
+        transport, because its receivers fetch stored versions by themselves. Only rank 0 knows them; others return
+        nothing, too.
         """
+        if self._follower is not None or self.keeps_versions:
+            return ()
         self._membership.refresh()
-        return () if self.keeps_versions else self._membership.new_receivers()
+        return self._membership.new_receivers()
 
     def receivers(self) -> tuple[str, ...]:
-        """Return the names of the receivers that have joined, in join order. Cheap."""
+        """Return the names of the receivers that have joined, in join order. Cheap. Only rank 0 knows them."""
+        if self._follower is not None:
+            return ()
         self._membership.refresh()
         return self._membership.names()
 
     def wait_for_receivers(self, receivers: int | Collection[str], *, timeout_s: float = 60.0) -> None:
-        """Block until ``receivers`` have joined: that many, or all those named.
+        """Block until ``receivers`` have joined: that many, or all those named. Call it on every rank.
 
         Raises CommTimeoutError with the names of those that have joined.
         """
+        on_rank_0(self.group, "wait for receivers", lambda: self._wait_for(receivers, timeout_s))
+
+    def _wait_for(self, receivers: int | Collection[str], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not self._have_joined(receivers):
             if time.monotonic() > deadline:
@@ -187,7 +230,12 @@ class WeightSender:
             time.sleep(0.005)
 
     def release(self) -> None:
-        """Close the connections and free their device memory; the next ``publish`` opens them again. Files stay."""
+        """Close the connections and free their device memory; the next ``publish`` opens them again. Files stay.
+
+        Call it on every rank: it frees the memory of this one.
+        """
+        if self._follower is not None:
+            self._follower.release()
         if self._link is not None:
             self._link.release()
             self._backend.empty_cache()
@@ -197,6 +245,9 @@ class WeightSender:
 
         Not in a forked child.
         """
+        if self._follower is not None:
+            self._follower.close()
+            return
         self._channel.require_own_process()
         if self._link is not None:
             self._link.close()
@@ -210,7 +261,7 @@ class WeightSender:
 
     def _has_committed(self, content: int) -> bool:
         committed = None if self._link is None else self._link.committed
-        return committed is not None and committed.content == content
+        return committed is not None and committed[1] == content
 
     def _has_decided(self, before: Proposal | None) -> bool:
         """Return whether the store has the decision to commit a proposal that was shown since ``before``."""
@@ -249,28 +300,34 @@ class WeightSender:
                 self._channel.abandon(self._epoch, version, in_one_line(exc), to=waiting)
 
     def _source_of(self, weights: Weights) -> WeightSource:
-        """Return ``weights`` as a source. A first iterator is read here, as far as its tensors can be held."""
-        if not isinstance(weights, Iterator):
-            return WeightSource.of(weights)
-        if self._link is not None and self._link.is_planned:
-            return WeightSource.of_known_layout(lambda: weights, one_shot=True)
-        if self.keeps_versions:  # a file's size must be known, so the first version is held on the host
-            return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in map(checked_pair, weights)])
-        chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
-        if chapters.ended:
-            return WeightSource.of(chapters.first)
-        return WeightSource(lambda: iter(on_meta(chapters.first)), lambda: iter(chapters.first), chapters=chapters)
+        """Return ``weights`` as rank 0's source.
 
-    def _check_turn(self, version: int, *, again: bool) -> None:
-        self._channel.check_epoch(self._epoch)
+        A first iterator is read here and held on the host, to plan the layout.
+        """
+        source = self._as_source(weights)
+        if self._link is not None or not isinstance(weights, Iterator):
+            return source
+        read = source if self.group is None else read_together(self.group, source)
+        return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in map(checked_pair, read)])
+
+    def _as_source(self, weights: Weights) -> WeightSource:
+        if not isinstance(weights, Iterator):
+            return WeightSource.of(weights, group=self.group)
+        if self.senders > 1:
+            raise ConfigError(
+                "several senders cannot share an iterator",
+                why=f"senders={self.senders}, and each tensor of an iterator exists once",
+                fix="publish a module, a mapping or a WeightSource, or use senders=1",
+            )
+        return WeightSource.of_known_layout(lambda: weights, one_shot=True)
+
+    def _check_call(self, version: int, to: Collection[str] | None, *, again: bool) -> None:
         if self.version is not None and version < self.version and not again:
             raise TransferFailedError(
                 f"version {version} cannot follow version {self.version}",
                 why="receivers would take the older version for the newer one",
                 fix="publish it with again=True, or make a new WeightSender when training goes back to an older state",
             )
-
-    def _check_choice(self, to: Collection[str] | None) -> None:
         if isinstance(to, str):
             raise ConfigError(f"to={to!r} is not a list of receivers", why="it is one string", fix=f"use to=[{to!r}]")
         if to is not None and self.keeps_versions:
@@ -279,23 +336,6 @@ class WeightSender:
                 why="it stores versions, and each receiver fetches them by itself",
                 fix="leave `to` out, or use another transport",
             )
-
-    def _check_ranks(self, source: WeightSource) -> None:
-        ranks = 1 if source.shared is None else source.shared.reads.ranks
-        if self.senders > ranks:
-            raise ConfigError(
-                f"senders={self.senders} cannot send these weights",
-                why=f"only {ranks} rank(s) read them together",
-                fix="give publish() a source of SharedReads whose group has at least that many ranks",
-            )
-
-    def _link_for(self, source: WeightSource) -> SenderLink:
-        """Return the link after planning a layout for ``source``, if there is none for all tensors yet."""
-        self._check_ranks(source)
-        link = self._link or self._connect(source)
-        if not link.is_planned:
-            link.plan_again(source)
-        return link
 
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, publish it in the store, and make the transport's end."""
@@ -312,23 +352,18 @@ class WeightSender:
             versions=self._versions,
             senders=self.senders,
         )
-        self._link = SenderLink(
+        shares = None
+        if self.group is not None and self.senders > 1:
+            shares = Shares(layout, sender_ranks(self.senders, self.group.size))
+        return SenderLink(
             self._channel,
             self._membership,
             context,
             name=self.transport,
             transport=self._transport,
-            end=self._transport.sender(context),
-            slab_sizes=self._slab_sizes,
-            shares=self._shares(layout, source),
+            group=self.group,
+            shares=shares,
         )
-        self._link.is_planned = source.chapters is None
-        return self._link
-
-    def _shares(self, layout: WeightLayout, source: WeightSource) -> Shares | None:
-        if self.senders == 1 or source.shared is None:
-            return None
-        return Shares(layout, sender_ranks(self.senders, source.shared.reads.ranks))
 
 
 def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = None) -> tuple[int, int]:
@@ -363,8 +398,8 @@ def _check_timeout(timeout_s: float) -> None:
         )
 
 
-def _check_senders(senders: int, transport: str, transports: Mapping[str, Transport]) -> None:
-    """Raise ConfigError if this many ``senders`` cannot use ``transport``."""
+def _check_senders(senders: int, transport: str, transports: Mapping[str, Transport], *, ranks: int) -> None:
+    """Raise ConfigError if this many ``senders`` cannot use ``transport``, or the group has fewer ``ranks``."""
     if senders < 1:
         raise ConfigError(f"senders={senders} cannot work", why="no rank would send", fix="use 1 or more")
     if senders > 1 and not transports[transport].several_senders:
@@ -373,6 +408,12 @@ def _check_senders(senders: int, transport: str, transports: Mapping[str, Transp
             f"senders={senders} is not possible with the {transport} transport",
             why=f"it does not divide a version among senders; several senders work with: {able}",
             fix="use senders=1, or another transport",
+        )
+    if senders > ranks:
+        raise ConfigError(
+            f"senders={senders} cannot send",
+            why=f"the sender's group has {ranks} rank(s)",
+            fix="make the sender on every rank with a group of at least that many ranks: group=…",
         )
 
 

@@ -235,19 +235,6 @@ class SlabRing:
         slot = self._next_slot(index)
         return SlabLease(index, slot.memory[: self.layout.slabs[index].nbytes], slot, slot.generation)
 
-    def use(self, layout: WeightLayout) -> None:
-        """Take the slabs of ``layout`` from now on. The memory is kept if no slab is larger than those so far."""
-        if layout is self.layout:
-            return
-        self.layout = layout
-        self._groups_of = {}
-        if self._slot_nbytes < _slot_nbytes(layout):
-            self._slot_nbytes = 0
-            self.release()
-        for slot in self._slots:
-            if slot is not None:
-                slot.views.clear()
-
     def release(self) -> None:
         """Free the ring's memory, which no operation may be using. The next lease allocates it again."""
         self._slots = [None] * len(self._slots)

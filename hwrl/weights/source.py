@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
-from hwrl.weights.chapters import Chapters
 from hwrl.weights.layout import JOINT_READ, NamedTensor
 
 AHEAD_NBYTES = 512 << 20
@@ -36,16 +33,12 @@ class WeightSource:
 
     ``holds_tensors`` says that all tensors stay alive between two reads; otherwise they are made during a read.
     ``one_shot`` says that ``read`` works only once. A transfer that breaks then fails instead of being repeated.
-    :class:`~hwrl.weights.SharedReads` sets ``shared``, for sources that several ranks read together. The sender sets
-    ``chapters``.
     """
 
     metadata: Callable[[], Iterator[NamedTensor]]
     read: Callable[[], Iterator[NamedTensor]]
     holds_tensors: bool = False
-    shared: SourceSelection | None = None
     one_shot: bool = False
-    chapters: Chapters | None = None
 
     def __post_init__(self) -> None:
         for name in ("metadata", "read"):
@@ -57,8 +50,10 @@ class WeightSource:
                 )
 
     @classmethod
-    def of(cls, weights: Weights) -> WeightSource:
+    def of(cls, weights: Weights, *, group: Group | None = None) -> WeightSource:
         """Return ``weights`` as a source: a module, a mapping of names to tensors, or an iterable of pairs.
+
+        With ``group`` its ranks read together, as in :meth:`from_module`.
 
         An iterator is read here to its end and all its tensors are held, because it can be read only once. Pass it to
         :meth:`~hwrl.weights.WeightSender.publish` directly to hold only some of them. Any other iterable is read again
@@ -67,7 +62,7 @@ class WeightSource:
         if isinstance(weights, WeightSource):
             return weights
         if isinstance(weights, torch.nn.Module):
-            return cls.from_module(weights)
+            return cls.from_module(weights, group=group)
         if isinstance(weights, Mapping):
             weights = weights.items()
         if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor | str | bytes):
@@ -77,6 +72,8 @@ class WeightSource:
                 fix="give a module, a mapping of names to tensors, pairs of these, or a WeightSource",
             )
         named = list(weights) if isinstance(weights, Iterator) else weights
+        if group is not None:
+            return cls(lambda: _described(named), lambda: gather_weights(named, group, dtype=None))
         return cls(lambda: iter(named), lambda: iter(named), isinstance(named, _HOLDS_TENSORS))
 
     @classmethod
@@ -92,8 +89,8 @@ class WeightSource:
 
         ``group`` has the ranks that share the module, sharded by FSDP2 or replicated; None means this rank alone. Rank
         0 reads whole tensors. The other ranks must iterate over the source as often; they send their shards and yield
-        nothing. (:class:`SharedReads` keeps the ranks in step, and lets several ranks read whole tensors.) Names of
-        tied tensors come last. ``dtype`` casts floating-point tensors. Raises WeightsError if the module is sharded and
+        nothing. (:class:`~hwrl.weights.WeightSender` keeps the ranks of its ``group`` in step.) Names of tied tensors
+        come last. ``dtype`` casts floating-point tensors. Raises WeightsError if the module is sharded and
         ``group`` is missing.
 
         Only a DTensor sharded along dimension 0 over the whole group travels point to point, to the ranks that need it.
@@ -110,46 +107,12 @@ class WeightSource:
             lambda: _chained(self.metadata, other.metadata),
             lambda: _chained(self.read, other.read),
             self.holds_tensors and other.holds_tensors,
-            None if self.shared is None or other.shared is None else self.shared + other.shared,
             self.one_shot or other.one_shot,
         )
 
 
 Weights = WeightSource | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 """What ``publish`` takes."""
-
-
-class JointReads(Protocol):
-    """The part of :class:`~hwrl.weights.SharedReads` that a source uses. A protocol, to avoid an import cycle."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that read together."""
-
-    def read(
-        self, numbers: Sequence[int], gatherers: Gatherers | None = None, in_round: tuple[str, int] | None = None
-    ) -> Iterator[NamedTensor]:
-        """Yield rank 0's tensors of the sources ``numbers``."""
-
-    def release(self, link: str) -> None:
-        """Let the co-senders of ``link`` close their connections and free their device memory."""
-
-
-@dataclass(frozen=True)
-class SourceSelection:
-    """The sources ``numbers`` of ``reads``, read one after another."""
-
-    reads: JointReads
-    numbers: tuple[int, ...]
-
-    def __add__(self, other: SourceSelection) -> SourceSelection | None:
-        return SourceSelection(self.reads, self.numbers + other.numbers) if self.reads is other.reads else None
-
-    def for_round(self, source: WeightSource, link: str, number: int, gatherers: Gatherers) -> WeightSource:
-        """Return ``source`` for proposal ``number`` of ``link``; its first read begins the co-senders' part."""
-        return WeightSource(
-            source.metadata, functools.partial(self.reads.read, self.numbers, gatherers, (link, number))
-        )
 
 
 class _ModuleWeights:
@@ -226,6 +189,13 @@ def drain(weights: Iterator[NamedTensor]) -> None:
                 pass
     except Exception:  # noqa: BLE001 - the caller raises the first error, which says more
         _log.warning("the weights could not be read to their end", exc_info=True)
+
+
+def _described(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
+    for name, tensor in named:
+        whole = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+        yield name, tensor if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
@@ -328,7 +298,7 @@ def gather_weights(
     works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor (or one on the meta device) into
     the named tensors to yield, which are views.
 
-    While :class:`~hwrl.weights.SharedReads` reads for several senders, a tensor is gathered to each rank that sends a
+    While several ranks send a version, a tensor is gathered to each rank that sends a
     slab with bytes of it, and yielded there. A tensor of an unknown name is gathered to all senders.
     """
     ahead: collections.deque[_Gathering] = collections.deque()

@@ -11,25 +11,22 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from hwrl.comm import Group
 from hwrl.errors import CommError, TransferFailedError, in_one_line
-from hwrl.weights.chapters import Chapters, on_meta
-from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel
-from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Decision, DecisionKind, Proposal, Start, VoteKind
-from hwrl.weights.notes import ChapterKind, ChapterNote
+from hwrl.weights.ranks import Reports, read_together
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares
 from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import WeightSource
-from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
+from hwrl.weights.transport import SenderContext, SenderRound, Transport
 
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
@@ -51,33 +48,18 @@ class OutgoingVersion:
     to: Collection[str] | None = None
 
 
-_NOTHING = WeightSource.of([])
+CommitOutcome = tuple[int, dict[str, str], tuple[str, ...]]
+"""The number of receivers with the version, the reason for each replica that was excluded or has not joined, and the
+members that are left out: they are still in the link, and get the next version.
 
-
-class CommitOutcome(NamedTuple):
-    """The number of receivers with the version, and the reason for each replica that was excluded or has not joined.
-
-    A receiver counts if it has voted "whole". Of a stored version all members count. The members ``left_out`` are
-    still in the link, and get the next version.
-    """
-
-    receivers: int
-    excluded: dict[str, str]
-    left_out: tuple[str, ...] = ()
-
-
-class SendFailure(NamedTuple):
-    """Why a transfer broke on the sender's side, as text: an exception's traceback would keep the tensors alive."""
-
-    why: str
-    error: str
+A receiver counts if it has voted "whole". Of a stored version all members count.
+"""
 
 
 class SenderLink:
     """What a sender keeps from one version to the next: its channel, membership, layout and transport.
 
-    ``name`` is the transport's name in proposals; ``end`` is its sending side. ``slab_sizes`` are the bytes of a slab,
-    and the size from which a tensor gets slabs of its own. ``shares`` is None if there is one sender.
+    ``name`` is the transport's name in proposals. ``shares`` is None if there is one sender.
     """
 
     def __init__(
@@ -88,45 +70,24 @@ class SenderLink:
         *,
         name: str,
         transport: Transport,
-        end: TransportSender,
-        slab_sizes: tuple[int, int],
+        group: Group | None = None,
         shares: Shares | None = None,
     ) -> None:
-        self.channel, self.membership, self.transport, self.end = channel, membership, transport, end
-        self.layout, self.backend = context.layout, context.backend
-        self._slab_nbytes, self._own_nbytes = slab_sizes
-        self.is_planned = True
-        """Whether ``layout`` has all tensors. If False, it has only those of a version's first chapter."""
+        self.channel, self.membership, self.transport, self.layout = channel, membership, transport, context.layout
+        self.end = transport.sender(context)
         self.epoch, self.limits = context.epoch, context.limits
         self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
-        self._shares = shares
+        self._group, self._shares = group, shares
         self.stored: Proposal | None = None
         """The newest version that was stored completely, if the transport keeps versions."""
-        self.committed: OutgoingVersion | None = None
-        """The newest version that was committed or stored, without its tensors."""
+        self.committed: tuple[int, int] | None = None
+        """The number and the content of the newest version that was committed or stored."""
         self.changed_share: float | None = None
         """The share of its checksums that differ from the version before; 1.0 if there is none, None if unknown."""
         self._sums, self._has_warned = ChangedSums(), False
         self._name = name
-        self._proposals: list[Proposal] = []  # those whose messages are in the store
-
-    def plan(self, named: Iterable[NamedTensor]) -> WeightLayout:
-        """Plan a layout with this link's slab sizes."""
-        return WeightLayout.plan(named, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
-
-    def plan_again(self, source: WeightSource) -> None:
-        """Plan for all tensors of ``source``, after only a part of them was known; publish the layout in the store."""
-        self.layout, self.is_planned = self.plan(source.metadata()), source.chapters is None
-        self.channel.put_layout(self.layout)
-
-    def commit(self, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
-        """Commit ``outgoing`` with its receivers, or store it if the transport keeps versions."""
-        if self.transport.keeps_versions:
-            return store_version(self, outgoing, clock)
-        outcome, chapters = Transaction(self, outgoing, clock).run(), outgoing.source.chapters
-        if chapters is not None and chapters.ended:  # all tensors are known now
-            self.plan_again(WeightSource(chapters.metadata, outgoing.source.read))
-        return outcome
+        self.proposals: list[Proposal] = []
+        """Those whose messages are in the store."""
 
     def draft(self, outgoing: OutgoingVersion, to: Sequence[int], clock: StageClock) -> Proposal:
         """Return the next proposal. Receivers do not see it yet."""
@@ -143,21 +104,19 @@ class SenderLink:
             metadata=outgoing.metadata,
             payload=self.end.prepare(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
-            chapters=int(outgoing.source.chapters is not None),
         )
 
-    def reader(self, proposal: Proposal, source: WeightSource) -> TensorReader:
-        """Return a reader of this sender's tensors. The first read begins the co-senders' part of the round."""
-        if self._shares is None:
-            return TensorReader(self.layout, source)
-        assert source.shared is not None, "_check_ranks has checked it"
-        source = source.shared.for_round(source, self.channel.name, proposal.number, self._shares.gatherers)
-        return TensorReader(self.layout, source, shares=self._shares)
+    def reader(self, source: WeightSource, *, number: int = 0) -> TensorReader:
+        """Return a reader of this sender's tensors. Its first read begins that of the other ranks.
 
-    def propose(self, proposal: Proposal) -> None:
-        """Show ``proposal`` to the receivers."""
-        self.channel.propose(proposal)
-        self._proposals.append(proposal)
+        ``number`` is that of the proposal. What rank 0 holds is read by it alone, unless others send, too.
+        """
+        group, shares = self._group, self._shares
+        if group is not None and (shares is not None or not source.holds_tensors):
+            gatherers = None if shares is None else shares.gatherers
+            read = functools.partial(read_together, group, source, number=number, gatherers=gatherers)
+            source = WeightSource.of_known_layout(read)
+        return TensorReader(self.layout, source, shares=shares)
 
     def forget_proposals_before(self, proposal: Proposal) -> None:
         """Delete the messages of earlier proposals, unless a receiver may still wait for one.
@@ -165,19 +124,19 @@ class SenderLink:
         Receivers of ``proposal`` no longer wait for earlier ones, and those that have left the link never do.
         """
         waiting = self.membership.members.keys() - set(proposal.to)
-        done = [past for past in self._proposals if past is not proposal and waiting.isdisjoint(past.to)]
-        self._proposals = [past for past in self._proposals if past not in done]
+        done = [past for past in self.proposals if past is not proposal and waiting.isdisjoint(past.to)]
+        self.proposals = [past for past in self.proposals if past not in done]
         for past in done:
             self.channel.forget(past)
-        self.end.forget([past.payload for past in done], kept=[past.payload for past in self._proposals])
+        self.end.forget([past.payload for past in done], kept=[past.payload for past in self.proposals])
 
     def note_committed(
-        self, outgoing: OutgoingVersion, sums: torch.Tensor | None, of_co_senders: Sequence[int | None] = ()
+        self, outgoing: OutgoingVersion, sums: torch.Tensor | None, of_others: Sequence[int | None] = ()
     ) -> None:
         """Compare the checksums of ``outgoing`` with the version before. One warning says if all are the same."""
-        before, self.committed = self.committed, replace(outgoing, source=_NOTHING)
-        changed = [None if sums is None else self._sums.count(self.layout, sums), *of_co_senders]
-        if before is not None and before.content == outgoing.content:  # sent again, to further receivers
+        before, self.committed = self.committed, (outgoing.version, outgoing.content)
+        changed = [None if sums is None else self._sums.count(self.layout, sums), *of_others]
+        if before is not None and before[1] == outgoing.content:  # sent again, to further receivers
             return
         counted = [count for count in changed if count is not None]
         self.changed_share = 1.0 if before is None else None
@@ -191,7 +150,7 @@ class SenderLink:
                 "tensors among them, or merged into them? changed_share tells of every version; this is said once",
                 outgoing.version,
                 self.channel.name,
-                before.version,
+                before[0],
             )
 
     def release(self) -> None:
@@ -204,11 +163,18 @@ class SenderLink:
 
         Receivers that wait for a version after a committed one are not told.
         """
-        if self._proposals and not self.transport.keeps_versions:
+        if self.proposals and not self.transport.keeps_versions:
             with contextlib.suppress(CommError):  # if the store is lost, too, nobody can be told
-                self.channel.give_up(self._proposals[-1], "the sender was closed")
+                self.channel.give_up(self.proposals[-1], "the sender was closed")
         self.release()
         self.end.close()
+
+
+def commit(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
+    """Commit ``outgoing`` with its receivers, or store it if the transport keeps versions."""
+    if link.transport.keeps_versions:
+        return store_version(link, outgoing, clock)
+    return Transaction(link, outgoing, clock).run()
 
 
 def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock) -> CommitOutcome:
@@ -216,7 +182,7 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
 
     The outcome counts the receivers that had joined. If writing fails, the version before stays available.
     """
-    reader = TensorReader(link.layout, outgoing.source)
+    reader = link.reader(outgoing.source)
     try:
         with clock("gather"), torch.no_grad():
             reader.read_ahead()
@@ -224,7 +190,8 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
         receivers = len(link.membership.members)
         proposal = link.draft(outgoing, (), clock)
         link.channel.check_epoch(link.epoch)  # planning and reading may have taken long
-        link.propose(proposal)
+        link.channel.propose(proposal)
+        link.proposals.append(proposal)
         sending = SenderRound(proposal, link.channel, link.membership)
         try:
             with clock(link.transport.stage), torch.no_grad():
@@ -235,7 +202,7 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
         reader.close()
     link.forget_proposals_before(proposal)
     link.stored = proposal
-    return CommitOutcome(receivers, {})
+    return receivers, {}, ()
 
 
 class Transaction:
@@ -257,7 +224,7 @@ class Transaction:
         self._failed: set[str] = set()  # names that failed: they get a later version, also if they join again
         self._names: dict[int, str] = {}  # of the members so far, also if they have left since
         self._last_failure = ""
-        self._sums: torch.Tensor | None = None  # of the newest round; None if the version has chapters
+        self._sums: torch.Tensor | None = None  # of the newest round
         self._source_consumed = False  # whether the source was read and cannot be read again
 
     def run(self) -> CommitOutcome:
@@ -272,7 +239,7 @@ class Transaction:
             raise
         membership, content = self._link.membership, self._outgoing.content
         lacking = membership.names_of(membership.lacking(content, self._outgoing.to))
-        return CommitOutcome(membership.count_with(content), self._excluded, lacking)
+        return membership.count_with(content), self._excluded, lacking
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers that ``exc`` has ended this version; does nothing if it was committed."""
@@ -295,10 +262,20 @@ class Transaction:
             blamed = len(self._excluded) + len(self._postponed)
             if not to:
                 return
-            sending = self._propose(to)
+            proposal = self._link.draft(self._outgoing, to, self._clock)
+            self._proposal = proposal  # before a receiver can see it, so that give_up reaches this receiver
+            self._names |= self._link.membership.members
+            self._link.channel.propose(proposal)
+            self._link.proposals.append(proposal)
+            sending = SenderRound(proposal, self._link.channel, self._link.membership)
             if self._run_round(sending):
                 return
-            self._check_can_read_again()
+            if self._source_consumed:
+                raise TransferFailedError(
+                    f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
+                    why=f"the transfer broke; {self._last_failure}",
+                    fix="publish it again with a new iterator, or use a WeightSource that can be read several times",
+                )
             without_culprit += len(self._excluded) + len(self._postponed) == blamed and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
@@ -326,31 +303,19 @@ class Transaction:
         late = passed_s >= link.limits.patience_s
         return [member for member in to if not (late and member in new) or member in self._seen]
 
-    def _propose(self, to: Sequence[int]) -> SenderRound:
-        link = self._link
-        proposal = link.draft(self._outgoing, to, self._clock)
-        self._proposal = proposal  # before a receiver can see it, so that give_up reaches this receiver
-        self._names |= link.membership.members
-        link.propose(proposal)
-        return SenderRound(proposal, link.channel, link.membership)
-
     def _run_round(self, sending: SenderRound) -> bool:
         """Return whether the version was committed."""
-        reader = self._link.reader(sending.proposal, self._outgoing.source)
+        reader = self._link.reader(self._outgoing.source, number=sending.proposal.number)
         try:
             return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
             self.give_up(exc)  # before the source is read to its end, which may take long
             raise
         finally:
-            source = self._outgoing.source
-            self._source_consumed = (source.one_shot and reader.begun) or (
-                source.chapters is not None and source.chapters.read > 1
-            )
+            self._source_consumed = self._outgoing.source.one_shot and reader.begun
             reader.close()
             self._link.end.end_round(sending)
             self._link.reports.forget(sending)
-            sending.forget_chapters()
 
     def _rendezvous(self, sending: SenderRound, reader: TensorReader) -> bool:
         """Wait until all receivers are ready, and return True. Otherwise exclude the late ones and return False."""
@@ -362,7 +327,7 @@ class Transaction:
             late = sending.wait_for_ready(timeout_s, new=new, patience_s=self._link.limits.patience_s)
             self._seen |= sending.seen
             silent: Sequence[int] = late
-            if new.issuperset(late):
+            if late and new.issuperset(late):
                 names, silent = self._link.membership.postpone(late, since_s=began_s, limit_s=timeout_s)
                 self._postponed.update(late)
                 for name in names:
@@ -390,60 +355,32 @@ class Transaction:
             silent = sending.wait_for_votes(patience_s, on_broken=self._link.end.abort, broken_s=broken_s)
             return self._decide(sending, silent, failure)
 
-    def _send(self, sending: SenderRound, reader: TensorReader) -> SendFailure | None:
+    def _send(self, sending: SenderRound, reader: TensorReader) -> tuple[str, str] | None:
+        """Return why the transfer broke on the sender's side, and the whole error; None if it did not."""
         link = self._link
         self._clock.forget_spans()
         try:
             with self._clock(link.transport.stage), torch.no_grad():
                 self._sums = link.end.send(sending, reader, self._clock)
-                if self._outgoing.source.chapters is not None:
-                    self._sums = None
-                    self._send_chapters(sending, self._outgoing.source.chapters)
                 link.reports.wait_until_sent(sending)
         except CommError as exc:
             link.end.abort()
-            if self._outgoing.source.chapters is not None:
-                sending.end_chapter(ChapterNote(ChapterKind.ABORTED))
-            if reader.begun:  # otherwise the co-senders were not told of the round
+            if reader.begun:  # otherwise the other senders were not told of the round
                 link.reports.stop(sending)
-            return SendFailure(exc.why, str(exc))
+            return exc.why, str(exc)  # as text: an exception's traceback would keep the tensors alive
         except BaseException as exc:
             self.give_up(exc)  # before the abort, which may take as long as the transport's timeout
             link.end.abort()
             raise
         return None
 
-    def _send_chapters(self, sending: SenderRound, chapters: Chapters) -> None:
-        """Send the chapters after chapter 0."""
-        link = self._link
-        chapters.first.clear()
-        while not chapters.ended:
-            with self._clock("gather"):
-                tensors = chapters.take()
-            layout = link.plan(on_meta(tensors))
-            link.end.end_round(sending)  # the receivers have read its notes
-            sending.end_chapter(ChapterNote(ChapterKind.NEXT, layout.to_json()))
-            reader = TensorReader(layout, WeightSource.of_known_layout(functools.partial(iter, tensors)))
-            link.end.send(sending, reader, self._clock)
-            del tensors, reader  # before the next chapter's tensors are made
-        link.end.end_round(sending)
-        sending.end_chapter(ChapterNote(ChapterKind.END))
-
-    def _check_can_read_again(self) -> None:
-        if self._source_consumed:
-            raise TransferFailedError(
-                f"version {self._outgoing.version} could not be sent again: its weights can be read only once",
-                why=f"the transfer broke; {self._last_failure}",
-                fix="publish it again with a new iterator, or use a WeightSource that can be read several times",
-            )
-
-    def _decide(self, sending: SenderRound, silent: Sequence[int], failure: SendFailure | None) -> bool:
+    def _decide(self, sending: SenderRound, silent: Sequence[int], failure: tuple[str, str] | None) -> bool:
         link, proposal = self._link, sending.proposal
         votes = {member: link.channel.vote(proposal, member) for member in proposal.to if member not in silent}
         torn = {
             member: vote.detail for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.TORN
         }
-        broken = failure.why if failure is not None else next(iter(torn.values()), "")
+        broken = failure[0] if failure is not None else next(iter(torn.values()), "")
         self._exclude(silent, f"it was lost in the transfer ({broken})" if broken else "it did not vote in time")
         for member, vote in votes.items():
             if vote is not None and vote.kind is VoteKind.CORRUPT:
@@ -457,7 +394,7 @@ class Transaction:
             link.end.abort()
         if not committed:
             theirs = {names.get(member, str(member)): why for member, why in torn.items()}
-            ours = None if failure is None else failure.error
+            ours = None if failure is None else failure[1]
             self._last_failure = f"on the sender's side: {ours}; on the receivers' side: {theirs}"
             _log.warning("version %s was not committed; %s", self._outgoing.version, self._last_failure)
         if committed:
@@ -475,4 +412,5 @@ class Transaction:
         self._failed.add(name)
 
     def _exclude(self, members: Sequence[int], why: str) -> None:
-        self._excluded |= self._link.membership.exclude(members, why)
+        if members:
+            self._excluded |= self._link.membership.exclude(members, why)

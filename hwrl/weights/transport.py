@@ -6,12 +6,12 @@ A new transport is a payload class and two ends, in a package of its own with an
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,7 +24,6 @@ from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Decision, Limits, Proposal, Start, TransportPayload, Vote
-from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader
 
@@ -50,9 +49,7 @@ class TransportSender(Protocol):
         Returns the checksums (``Checksums.values``) of this end's slabs, and zeros for those of other senders. The next
         call may overwrite them.
 
-        Measure from the first tensor on with ``clock.span``, after connecting. An iterator that comes before the layout
-        is planned is sent in chapters if it is large, with one call for each; ``reader.layout`` then differs from the
-        context's layout. The receivers must have read all transport notes of the chapter when this returns.
+        Measure from the first tensor on with ``clock.span``, after connecting.
         """
 
     def abort(self) -> None:
@@ -65,7 +62,7 @@ class TransportSender(Protocol):
     def end_round(self, sending: SenderRound) -> None:
         """Release the round's tensors, and delete its transport notes.
 
-        Called at the end of each round, whatever its outcome, and after each chapter.
+        Called at the end of each round, whatever its outcome.
         """
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
@@ -170,15 +167,14 @@ class SenderRound:
         """The members that have been ready in this round."""
         self.votes_counted = False
         """Whether the votes were counted. An excluded receiver without a vote may still use the sender's memory."""
-        self._chapter = self._chapter_notes = 0
-        self._channel, self._membership = channel, membership
+        self.channel, self._membership = channel, membership
 
     def gone(self) -> list[int]:
         """Return the receivers that have left or were replaced since the round began.
 
         Raises TransferFailedError if another sender has taken over, because this one may then exclude nobody.
         """
-        self._channel.check_epoch(self.proposal.epoch)
+        self.channel.check_epoch(self.proposal.epoch)
         self._membership.refresh()
         return [member for member in self.proposal.to if member not in self._membership.members]
 
@@ -189,7 +185,7 @@ class SenderRound:
         """
         began_s = time.monotonic()
         late: Sequence[int] = self.proposal.to
-        for late in self._look(self._missing_ready, timeout_s):
+        for late in self._look(functools.partial(self.channel.missing, self.proposal, Note.READY), timeout_s):
             self.seen.update(member for member in self.proposal.to if member not in late)
             gone = self.gone()  # it may have been ready and then cancelled
             if gone:
@@ -208,7 +204,7 @@ class SenderRound:
         """
         silent: Sequence[int] = self.proposal.to
         broken_since_s: float | None = None
-        for silent in self._look(self._missing_votes, timeout_s):
+        for silent in self._look(functools.partial(self.channel.missing, self.proposal, Note.VOTE), timeout_s):
             if silent and set(silent) <= set(self.gone()):
                 break
             if on_broken is not None and broken_since_s is None and silent and self._has_broken(silent):
@@ -218,52 +214,28 @@ class SenderRound:
                 break
         return silent
 
-    def end_chapter(self, note: ChapterNote) -> None:
-        """Tell the receivers whether another chapter follows."""
-        self._chapter_notes += 1
-        if note.kind is not ChapterKind.ABORTED:  # the transport has yet to delete its notes of an aborted chapter
-            self._chapter = self._chapter_notes
-        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter_notes), note.to_json())
-
-    def forget_chapters(self) -> None:
-        """Delete the notes about chapters."""
-        for number in range(1, self._chapter_notes + 1):
-            self._channel.forget_transport_note(self.proposal, _chapter_key(number))
-
     def tell(self, key: str, text: str) -> None:
         """Write a transport note for all receivers, under a key of the transport's choice."""
-        self._channel.put_transport_note(self.proposal, _in_chapter(self._chapter, key), text)
+        self.channel.put_note(self.proposal, key, text)
 
-    def tell_co_senders(self, key: str) -> None:
-        """Write the note ``key`` to the co-senders."""
-        self._channel.put_transport_note(self.proposal, key, "")
-
-    def wait_for_co_sender(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Wait for the note ``key`` of a co-sender; return None after ``timeout_s``."""
-        return self._channel.wait_for_transport_note(self.proposal, key, timeout_s=timeout_s)
-
-    def forget_co_sender_note(self, key: str) -> None:
-        """Delete a note to the co-senders or from one of them."""
-        self._channel.forget_transport_note(self.proposal, key)
+    def wait_for_share(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Wait for the note ``key`` of another sending rank; return None after ``timeout_s``."""
+        return self.channel.wait_for_note(self.proposal, key, timeout_s=timeout_s, note=Note.SHARE)
 
     def has_votes(self) -> bool:
         """Return whether a receiver has voted."""
-        return any(self._channel.vote(self.proposal, member) is not None for member in self.proposal.to)
+        return any(self.channel.vote(self.proposal, member) is not None for member in self.proposal.to)
 
     def wait_for_all(self, key: str, *, timeout_s: float) -> None:
         """Wait until every receiver has written its transport note ``key``.
 
         Raises CommError if a receiver left or voted instead, and CommTimeoutError after ``timeout_s``.
         """
-
-        def missing(members: Sequence[int], slice_s: float) -> list[int]:
-            in_chapter = _in_chapter(self._chapter, key)
-            return self._channel.missing_transport_note(self.proposal, in_chapter, members, timeout_s=slice_s)
-
+        missing = functools.partial(self.channel.missing_note, self.proposal, key)
         late: Sequence[int] = ()
         for late in self._look(missing, timeout_s):
-            stopped = late and (self.gone() or any(self._channel.vote(self.proposal, member) for member in late))
-            if stopped and missing(late, 0.0):  # it may have written the note just before its vote
+            stopped = late and (self.gone() or any(self.channel.vote(self.proposal, member) for member in late))
+            if stopped and missing(late, timeout_s=0.0):  # it may have written the note just before its vote
                 raise CommError(
                     "a receiver stopped reading",
                     why=f"a receiver left, or one of {late} voted before it wrote {key!r}",
@@ -279,9 +251,9 @@ class SenderRound:
     def forget(self, key: str, *, of_receivers: bool) -> None:
         """Delete the transport note ``key``: the receivers' or the sender's."""
         for member in self.proposal.to if of_receivers else [None]:
-            self._channel.forget_transport_note(self.proposal, _in_chapter(self._chapter, key), member=member)
+            self.channel.forget_note(self.proposal, key, member=member)
 
-    def _look(self, missing: Callable[[Sequence[int], float], list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
+    def _look(self, missing: Callable[..., list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
         """Yield the late members every half second, until none is late or ``timeout_s`` has passed. Look once at least.
 
         What the caller does between two looks counts, too.
@@ -290,21 +262,15 @@ class SenderRound:
         deadline = time.monotonic() + timeout_s
         left_s = timeout_s
         while late:
-            late = missing(late, max(0.0, min(_LOOK_S, left_s)))
+            late = missing(late, timeout_s=max(0.0, min(_LOOK_S, left_s)))
             yield late
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
 
     def _has_broken(self, silent: Collection[int]) -> bool:
-        votes = (self._channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)
+        votes = (self.channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)
         return any(vote is not None and vote.kind.is_broken for vote in votes)
-
-    def _missing_ready(self, members: Sequence[int], slice_s: float) -> list[int]:
-        return self._channel.missing(self.proposal, Note.READY, members, timeout_s=slice_s)
-
-    def _missing_votes(self, members: Sequence[int], slice_s: float) -> list[int]:
-        return self._channel.missing(self.proposal, Note.VOTE, members, timeout_s=slice_s)
 
 
 @dataclass(frozen=True)
@@ -329,14 +295,9 @@ class Cancellation:
         """Forget the request."""
         self._requested.clear()
 
-    @property
-    def is_requested(self) -> bool:
-        """Whether a thread has requested that the receive end."""
-        return self._requested.is_set()
-
     def check(self) -> None:
         """Raise CommAbortedError if a thread has requested it."""
-        if self.is_requested:
+        if self._requested.is_set():
             raise CommAbortedError("the receive was cancelled", why="its owner called cancel()", fix="receive again")
 
 
@@ -407,44 +368,24 @@ class MemberRound:
 
 @dataclass(frozen=True)
 class ReceiverRound(MemberRound):
-    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock.
-
-    ``layout`` belongs to chapter number ``chapter``; most versions have only chapter 0.
-    """
+    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock."""
 
     layout: WeightLayout
     deadline: float
-    chapter: int = 0
-
-    def further_chapters(self) -> Iterator[ReceiverRound]:
-        """Yield a round for each chapter after chapter 0, when the sender begins it.
-
-        Raises CommError if the sender has aborted the round. Raises TransferFailedError or LayoutMismatchError if the
-        sender's note or the layout is malformed.
-        """
-        for number in itertools.count(1):
-            note = ChapterNote.read(self._wait_for_note(_chapter_key(number)))
-            if note.kind is ChapterKind.END:
-                return
-            if note.kind is ChapterKind.ABORTED:
-                raise CommError("the sender aborted", why="it or another receiver failed", fix="look at its log")
-            yield replace(self, layout=WeightLayout.from_json(note.layout), chapter=number)
 
     def tell(self, key: str) -> None:
         """Write this receiver's transport note ``key``."""
-        self.channel.put_transport_note(self.proposal, _in_chapter(self.chapter, key), "", member=self.member)
+        self.channel.put_note(self.proposal, key, "", member=self.member)
 
     def find_note(self, key: str) -> bytes | None:
         """Return the sender's transport note ``key`` if it exists, else None. One short round trip."""
-        return self.channel.wait_for_transport_note(self.proposal, _in_chapter(self.chapter, key), timeout_s=0.0)
+        return self.channel.wait_for_note(self.proposal, key, timeout_s=0.0)
 
     def wait_for_note(self, key: str) -> bytes:
         """Wait for the sender's transport note ``key``. Raises CommError if the proposal ends without it."""
-        return self._wait_for_note(_in_chapter(self.chapter, key))
 
-    def _wait_for_note(self, key: str) -> bytes:
         def find(proposal: Proposal, *, timeout_s: float) -> bytes | None:
-            return self.channel.wait_for_transport_note(proposal, key, timeout_s=timeout_s)
+            return self.channel.wait_for_note(proposal, key, timeout_s=timeout_s)
 
         found = self._wait(key, find, self.limits.decision_s)
         if found is None:
@@ -454,12 +395,3 @@ class ReceiverRound(MemberRound):
                 fix="look at the sender's log, then receive again",
             )
         return found
-
-
-def _chapter_key(number: int) -> str:
-    return f"chapter/{number}"
-
-
-def _in_chapter(number: int, key: str) -> str:
-    """Return the key of a transport's note. It begins with a digit; keys of hwrl's own notes begin with a letter."""
-    return f"{number}/{key}"

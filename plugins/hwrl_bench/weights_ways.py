@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from hwrl.comm import Group
-    from hwrl.weights import SharedReads
     from hwrl_bench.weights_payload import BenchPayload, Tensors
 
 
@@ -128,7 +127,7 @@ class WeightLink(PayloadWay):
     def __init__(
         self, setup: TransferSetup, *, transport: Any, into: Literal["new memory", "in place", "flat"] = "new memory"
     ) -> None:
-        from hwrl.weights import CoSender, WeightReceiver, WeightSender
+        from hwrl.weights import WeightReceiver, WeightSender
 
         super().__init__(setup)
         senders = 1 if setup.trainers is None else setup.trainers.size
@@ -136,10 +135,8 @@ class WeightLink(PayloadWay):
         store, name, slabs = self.worker.store, self._name, setup.slabs
         self._named = list(self.payload.views.items()) if into == "flat" else self.payload.named
         self._flat = into == "flat"
-        if self.worker.rank and setup.trainers is not None:
-            self._end: Any = CoSender(store, name=name, slabs=slabs)
-            return
-        if self.worker.rank:
+        self._end: Any
+        if self.worker.rank and setup.trainers is None:
             tensors: Tensors | None = None
             if into != "new memory":
                 tensors = self.payload.views if into == "flat" else self.payload.copies
@@ -147,7 +144,8 @@ class WeightLink(PayloadWay):
             self._end = WeightReceiver(store, name=name, replica=replica, into=tensors, slabs=slabs)
             return
         options: dict[str, Any] = {"slab_nbytes": setup.slab_nbytes, "slabs": slabs, "timeout_s": 300.0}
-        self._end = WeightSender(store, name=name, transport=transport, senders=senders, **options)
+        options |= {"group": setup.trainers, "senders": senders}
+        self._end = WeightSender(store, name=name, transport=transport, **options)
         self._end.wait_for_receivers(self.worker.size - senders)
 
     def prepare(self) -> None:
@@ -155,24 +153,12 @@ class WeightLink(PayloadWay):
             self.payload.copy_into(self.payload.views)
 
     def send(self, version: int) -> TransferResult:
-        if self.setup.trainers is None:
-            report = self._end.publish(version, self._named)
-        else:
-            with self._shared() as shared:
-                report = self._end.publish(version, shared.sources[0])
+        report = self._end.publish(version, self._named)
         return TransferResult(stages=report.seconds, transfer_s=report.transfer_s)
-
-    def _shared(self) -> SharedReads:
-        from hwrl.weights import SharedReads, WeightSource, gather_weights
-
-        group = self.setup.trainers
-        source = WeightSource(lambda: iter(self._named), lambda: gather_weights(self._named, group, dtype=None))
-        return SharedReads([source], group)
 
     def receive(self, version: int) -> TransferResult:
         if self.setup.trainers is not None:
-            with self._shared() as shared:
-                shared.follow({self._name: self._end})
+            self._end.publish(version, self._named)
             return TransferResult()
         received = self._end.receive()
         return TransferResult(stages=received.seconds, transfer_s=received.transfer_s, tensors=received)

@@ -9,7 +9,7 @@ import torch
 
 from hwrl.comm import Comm, Group, Store, connect_store, raw_bytes
 from hwrl.interfaces import Backend
-from hwrl.weights import CoSender, SharedReads, WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
+from hwrl.weights import TransferReport, WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.speed import slow
 
@@ -72,7 +72,7 @@ def _shard(name: str, tensor: torch.Tensor, group: Group) -> torch.Tensor | Weig
 
 
 class TrainerSide:
-    """A rank of the sending side: rank 0 publishes, the others follow. A context manager."""
+    """A rank of the sending side. A context manager."""
 
     def __init__(
         self, address: str, rank: int, ranks: int, senders: int, *, backend: Backend | None = None, **options: Any
@@ -81,35 +81,19 @@ class TrainerSide:
         self.store: Store = connect_store(address)
         comm = Comm(CpuBackend(INFO))
         self.group = comm.standalone_group(connect_store(address), rank=rank, size=ranks, name="trainer")
-        self.sender = self.co_sender = None
-        if rank:
-            self.co_sender = CoSender(self.store, backend=self.backend)
-        else:
-            options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": slow(20.0)} | options
-            self.sender = WeightSender(self.store, backend=self.backend, senders=senders, **options)
+        options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": slow(20.0)} | options
+        self.sender = WeightSender(self.store, group=self.group, backend=self.backend, senders=senders, **options)
 
     def __enter__(self) -> TrainerSide:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        end = self.sender or self.co_sender
-        assert end is not None
-        end.close()
+        self.sender.close()
         self.group.close()
 
-    def wait_for_receivers(self, count: int) -> None:
-        """Wait for ``count`` receivers, on rank 0."""
-        if self.sender is not None:
-            self.sender.wait_for_receivers(count)
-
-    def send(self, version: int, source: WeightSource | None = None) -> Any:
-        """Send the weights of ``version``; return rank 0's report."""
-        with SharedReads([source or sharded(self.group, version)], self.group) as shared:
-            if self.sender is None:
-                assert self.co_sender is not None
-                shared.follow({"policy": self.co_sender})
-                return None
-            return self.sender.publish(version, shared.sources[0])
+    def send(self, version: int, source: WeightSource | None = None) -> TransferReport:
+        """Send the weights of ``version``."""
+        return self.sender.publish(version, source or sharded(self.group, version))
 
 
 def receive_all(address: str, replica: str, versions: int, *, backend: Backend | None = None, **options: Any) -> bool:

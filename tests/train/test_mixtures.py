@@ -17,7 +17,7 @@ from hwrl.models import build_model
 from hwrl.rollout import EmbeddedEngine
 from hwrl.testing.processes import run_processes
 from hwrl.train import PolicyLoss
-from hwrl.weights import SharedWeights, WeightLayout, WeightReceiver, WeightSender
+from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
 from tests.support.fsdp_training import assert_same_training, batch_of, engine_on, full, groups_of, join, train
 from tests.support.near import assert_near
 from tests.support.packed_steps import assert_same_steps, steps_in_both_forms
@@ -69,15 +69,12 @@ def transfer(rank: int, directory: Path, address: str) -> Any:
         return engine.model.state_dict()
     group = join(rank, address, 2)
     trainer = engine_on(directory, group)
-    sender = WeightSender(store, backend=hwrl.get_backend(), slab_nbytes=4096) if rank == 0 else None
+    sender = WeightSender(store, group=group, backend=hwrl.get_backend(), slab_nbytes=4096)
+    weights = WeightSource(trainer.weights_metadata, trainer.named_weights)
     for version in (1, 2):
         trainer.train_batch(batch_of(groups_of(4, seed=version)[rank::2]), loss=PolicyLoss())
-        with SharedWeights(trainer, group) as weights:
-            if sender is None:
-                weights.follow()
-            else:
-                sender.wait_for_receivers(1, timeout_s=600.0)
-                sender.publish(version, weights.model)
+        sender.wait_for_receivers(1, timeout_s=600.0)
+        sender.publish(version, weights)
     state = {name: full(tensor).clone() for name, tensor in trainer.model.state_dict().items()}
     assert group is not None
     group.close()

@@ -29,8 +29,7 @@ from hwrl.weights import (
     WeightSource,
     ring_nbytes_of,
 )
-from hwrl.weights.destination import ChapteredDestination, DestinationFactory
-from hwrl.weights.slabs import SlabLease, TensorReader
+from hwrl.weights.slabs import TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
 SLAB_NBYTES, WORKERS = 4096, 2
@@ -167,47 +166,6 @@ def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
     loaded = dict(loader.loaded)
     assert len(loader.loaded) == len(named) and loaded.keys() == dict(named).keys()
     assert all(torch.equal(loaded[name], tensor) and loaded[name].shape == tensor.shape for name, tensor in named)
-
-
-class Counted:
-    """A destination of a class that hwrl does not know: a stream of tensors, which counts its rings."""
-
-    rings = 0
-
-    def __init__(self, stream: TensorStream) -> None:
-        self._stream = stream
-        self.slots, self.tensors = stream.slots, stream.tensors
-        self.begin, self.unpack = stream.begin, stream.unpack
-        self.finish, self.cancel = stream.finish, stream.cancel
-
-    def memory_for(self, index: int) -> SlabLease:
-        lease = self._stream.memory_for(index)
-        Counted.rings += index == 0
-        return lease
-
-    def release(self) -> None:
-        Counted.rings -= 1
-        self._stream.release()
-
-    def further(self, layout: WeightLayout, make_destination: DestinationFactory) -> Destination:
-        return Counted(self._stream.further(layout, make_destination))
-
-
-def test_a_destination_of_an_unknown_class_takes_chapters() -> None:
-    loader, chapters = Loader(), [[(f"t{number}", torch.full((9,), float(number)))] for number in range(3)]
-    layouts = [WeightLayout.plan(chapter) for chapter in chapters]
-
-    def make_destination(layout: WeightLayout) -> Destination:
-        return Counted(TensorStream(layout, loader, backend=CPU, slots=1))
-
-    version = ChapteredDestination(layouts[0], make_destination(layouts[0]), make_destination)
-    fill(layouts[0], chapters[0], version.begin())
-    for layout, chapter in zip(layouts[1:], chapters[1:], strict=True):
-        fill(layout, chapter, version.begin_chapter(layout))
-        assert Counted.rings == 1, "there is one ring at a time"
-    version.finish()
-    assert loader.calls == ["begin", "finish"] and [name for name, _ in loader.loaded] == ["t0", "t1", "t2"]
-    assert version.nbytes == 3 * 36
 
 
 # -- several processes ----------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,10 +92,10 @@ def _interrupt(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("transport", ["device", "host"])
 @pytest.mark.parametrize("fault", ["wrong tensor", "interrupt"])
 def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_comes(
-    store: Store, tmp_path: Path, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = Collective(fault=fault)
-    options = {"transport": transport, "slab_nbytes": 4096, "directory": tmp_path, "timeout_s": 600.0}
+    options = {"transport": transport, "slab_nbytes": 4096, "timeout_s": 600.0}
     with sender_of(store, **options) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         if fault == "interrupt":
@@ -282,7 +281,7 @@ class _VotesMeanwhile(Membership):
         proposal = self._channel.proposal(self._channel.newest())
         assert proposal is not None
         (member,) = proposal.to
-        self._channel.put_transport_note(proposal, "0/read", "", member=member)
+        self._channel.put_note(proposal, "read", "", member=member)
         self._channel.cast_vote(proposal, member, Vote(VoteKind.WHOLE))
 
 

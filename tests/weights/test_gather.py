@@ -12,7 +12,8 @@ from hwrl.interfaces import EngineSettings
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine
-from hwrl.weights import SharedWeights
+from hwrl.weights import WeightSource
+from hwrl.weights.ranks import gathered, on_rank_0, read_together
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +32,25 @@ def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Ten
     backend.set_device(rank % backend.device_count())
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
         engine = FsdpEngine(settings_for(model_directory), backend=backend, group=group)
-        with SharedWeights(engine, group) as weights:
-            if rank:
-                weights.follow()
-                return {}
-            everything = weights.model + weights.adapter
-            given_up = iter(everything)
+        everything = WeightSource(engine.weights_metadata, engine.named_weights)
+        everything += WeightSource(engine.adapter_metadata, engine.named_adapter)
+        whole: dict[str, torch.Tensor] = {}
+
+        def lead() -> None:
+            given_up = read_together(group, everything)
             assert len(list(itertools.islice(given_up, 3))) == 3
             given_up.close()  # type: ignore[attr-defined]  # it is a generator
-            first, second = dict(everything), dict(everything)
-            assert first.keys() == second.keys()
+            first = dict(read_together(group, everything))
+            whole.update(read_together(group, everything))
+            assert first.keys() == whole.keys()
             described = {name: (tensor.shape, tensor.dtype) for name, tensor in everything.metadata()}
             assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
-            return {name: tensor.cpu() for name, tensor in second.items()}
+
+        def follow(number: int) -> None:
+            assert list(gathered(everything, None)) == []
+
+        on_rank_0(group, "read", lead, follow=follow)
+        return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
 def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory: Path) -> None:

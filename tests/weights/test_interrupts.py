@@ -14,8 +14,8 @@ from tests.support.interrupting import before_each_line
 from tests.support.weight_link import beside, model_of, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
-_RECEIVER = ("weights/receiver.py", "weights/intake.py", "weights/participant.py")
-_PUBLISHING = {"publish", "commit", "store_version", "run", "_decide"}
+_RECEIVER = ("weights/receiver.py", "weights/intake.py")
+_PUBLISHING = {"publish", "_publish", "commit", "store_version", "run", "_decide"}
 
 
 def _receives(code: CodeType) -> bool:

@@ -9,7 +9,6 @@ import pytest
 from hwrl.errors import TransferFailedError
 from hwrl.weights import TRANSPORTS
 from hwrl.weights.messages import Decision, Proposal, Vote
-from hwrl.weights.notes import ChapterNote, ShareReport
 
 _PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}
 _PROPOSAL: dict[str, Any] = {
@@ -24,7 +23,6 @@ _PROPOSAL: dict[str, Any] = {
     "metadata": {"step": 1, "note": "x", "loss": 0.5},
     "payload": {"group": "1.1", "lanes": 1},
     "senders": 1,
-    "chapters": 0,
 }
 
 
@@ -70,8 +68,6 @@ def test_a_proposal_of_an_unknown_transport_says_how_to_know_it() -> None:
     [
         (Vote, "a vote"),
         (Decision, "a decision"),
-        (ChapterNote, "a note about a chapter"),
-        (ShareReport, "a co-sender's report"),
     ],
 )
 def test_unreadable_messages_are_refused(message: Any, name: str, text: bytes) -> None:

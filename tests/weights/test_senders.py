@@ -19,20 +19,17 @@ from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import (
-    CoSender,
-    SharedReads,
-    SharedWeights,
+    TRANSPORTS,
     WeightLayout,
     WeightReceiver,
     WeightSender,
     WeightSource,
     slab_sizes,
 )
-from hwrl.weights.co_sender import Reports, stopped_by_rank_0
+from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Limits
-from hwrl.weights.notes import ShareKind, ShareReport
-from hwrl.weights.shared_reads import FollowerRead
+from hwrl.weights.messages import Limits, write_message
+from hwrl.weights.ranks import Follower, Reports, ShareKind, stopped_by_rank_0
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
@@ -109,17 +106,17 @@ def _send_or_receive(rank: int, address: str, ranks: int, senders: int) -> Any:
     if rank >= ranks:
         return receive_all(address, f"r{rank}", _VERSIONS)
     with TrainerSide(address, rank, ranks, senders) as side:
-        side.wait_for_receivers(2)
+        side.sender.wait_for_receivers(2, timeout_s=600.0)
         reports = [side.send(version) for version in range(1, 1 + _VERSIONS)]
-        return [report and (report.receivers, dict(report.excluded)) for report in reports]
+        return [(report.receivers, dict(report.excluded)) for report in reports]
 
 
 @pytest.mark.parametrize(("ranks", "senders"), [(2, 2), (3, 3), (4, 2)])
 def test_shards_reach_every_receiver_bit_for_bit_by_several_senders(ranks: int, senders: int) -> None:
     store = serve_store()
-    sent, *others = run_processes(_send_or_receive, ranks + 2, store_address(store), ranks, senders)
-    assert sent == [(2, {})] * _VERSIONS
-    assert others[-2:] == [True, True]
+    *sent, first, second = run_processes(_send_or_receive, ranks + 2, store_address(store), ranks, senders)
+    assert sent == [[(2, {})] * _VERSIONS] * ranks, "every rank has the report"
+    assert first is second is True
 
 
 def _send_or_receive_a_mixture(rank: int, directory: Path, address: str) -> Any:
@@ -128,15 +125,10 @@ def _send_or_receive_a_mixture(rank: int, directory: Path, address: str) -> Any:
         with WeightReceiver(store, replica="r0", backend=backend) as receiver:
             return dict(receiver.receive(timeout_s=600.0))
     group = join(rank, address, 2)
-    with SharedWeights(engine_on(directory, group), group) as weights:
-        if rank:
-            co_sender = CoSender(store, backend=backend)
-            weights.follow({"policy": co_sender})
-            co_sender.close()
-            return None
-        with WeightSender(store, backend=backend, senders=2, slab_nbytes=SLAB_NBYTES) as sender:
-            sender.wait_for_receivers(1)
-            return sender.publish(1, weights.model).nbytes
+    engine = engine_on(directory, group)
+    with WeightSender(store, group=group, backend=backend, senders=2, slab_nbytes=SLAB_NBYTES) as sender:
+        sender.wait_for_receivers(1, timeout_s=600.0)
+        return sender.publish(1, WeightSource(engine.weights_metadata, engine.named_weights)).nbytes
 
 
 def test_two_ranks_send_the_experts_that_their_parameters_hold_together(mixture_directory: Path) -> None:
@@ -180,12 +172,12 @@ class HangingBackend(FaultyBackend):
             time.sleep(60.0)
 
 
-def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
+def _send_with_a_broken_rank(rank: int, address: str, broken: str) -> Any:
     if rank >= 2:
         return _receive_until_given_up(address, f"r{rank}")
     backends = {"raises": RaisingBackend(at=15), "dies": DyingBackend(at=15)}
     with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=200.0) as side:
-        side.wait_for_receivers(2)
+        side.sender.wait_for_receivers(2, timeout_s=600.0)
         side.send(1)
         begin = time.monotonic()
         source = raising(side.group) if broken == "reads" and rank else sharded(side.group, 2)
@@ -228,9 +220,9 @@ def _receive_until_given_up(address: str, replica: str) -> Any:
             return failure, kept, None
 
 
-def test_an_error_of_a_co_sender_ends_the_version_for_all_and_the_next_one_is_sent() -> None:
+def test_an_error_of_a_sending_rank_ends_the_version_for_all_and_the_next_one_is_sent() -> None:
     store = serve_store()
-    with Processes(_send_with_a_broken_co_sender, 4, store_address(store), "raises") as processes:
+    with Processes(_send_with_a_broken_rank, 4, store_address(store), "raises") as processes:
         (failure, took_s), (own, _), *received = [processes.wait(rank).value for rank in range(4)]
     assert "rank 1 of the senders could not send its share" in failure and "no room for a slab" in failure
     assert own.startswith("MemoryError") and took_s < slow(45)
@@ -240,9 +232,9 @@ def test_an_error_of_a_co_sender_ends_the_version_for_all_and_the_next_one_is_se
 
 
 @pytest.mark.parametrize(("broken", "said"), [("dies", "rank 1 of the senders"), ("reads", "layer.3")])
-def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_version(broken: str, said: str) -> None:
+def test_a_sending_rank_that_is_lost_is_named_in_time_and_receivers_keep_their_version(broken: str, said: str) -> None:
     store = serve_store()
-    with Processes(_send_with_a_broken_co_sender, 4, store_address(store), broken) as processes:
+    with Processes(_send_with_a_broken_rank, 4, store_address(store), broken) as processes:
         failure, took_s = processes.wait(0).value
         assert "rank 1 of the senders" in failure and said in failure
         # Gloo may hold an operation that begins while its peer leaves, until the transfer's limit of 15 s.
@@ -250,18 +242,18 @@ def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_vers
         for rank in (2, 3):
             told, kept, _ = processes.wait(rank).value
             assert "rank 1 of the senders" in told and kept == (1, True)
-        co_sender = processes.wait(1)
-        assert "exit code -9" in str(co_sender.error) if broken == "dies" else "KeyError" in str(co_sender.value)
+        lost = processes.wait(1)
+        assert "exit code -9" in str(lost.error) if broken == "dies" else "KeyError" in str(lost.value)
 
 
 def _send_past_a_lost_receiver(rank: int, address: str, lost: str) -> Any:
     if rank < 2:
         with TrainerSide(address, rank, 2, 2, timeout_s=600.0 if lost == "dies" else slow(3.0)) as side:
-            side.wait_for_receivers(2)
+            side.sender.wait_for_receivers(2, timeout_s=600.0)
             begin = time.monotonic()
             reports = [side.send(version) for version in (1, 2)]
             took_s = time.monotonic() - begin
-            return [report and (report.receivers, sorted(report.excluded)) for report in reports], took_s
+            return [(report.receivers, sorted(report.excluded)) for report in reports], took_s
     faulty = DyingBackend(at=4) if lost == "dies" else HangingBackend(at=4, strikes=2)
     return receive_all(address, f"r{rank}", 2, backend=faulty if rank == 3 else None)
 
@@ -284,55 +276,58 @@ class _Announced:
     def broadcast(self, words: torch.Tensor, *, src: int) -> None:
         self.announced += 1
         assert self.announced == 1, "it follows a rank that waits for its shards"
-        text = json.dumps({"reads": [0], "round": ["policy", 7]}).encode().ljust(len(words))
-        words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        text = json.dumps({"read": 7}).encode()
+        words.copy_(
+            torch.frombuffer(bytearray((len(text).to_bytes(8, "big") + text).ljust(len(words))), dtype=torch.uint8)
+        )
 
 
-def test_a_co_sender_that_reads_nothing_ends_its_rank_at_once(store: Any) -> None:
+def test_a_rank_that_reads_nothing_ends_at_once(store: Any) -> None:
     group: Any = _Announced()
-    shared = SharedReads([WeightSource.of(hard_weights(1))], group)
-    co_sender = CoSender(store, backend=CpuBackend(INFO))
-    with pytest.raises(TransferFailedError, match="proposal 7 is unknown"):
-        shared.follow({"policy": co_sender})
-    co_sender.close()
+    with (
+        sender_of(store, group=group, senders=2) as sender,
+        pytest.raises(TransferFailedError, match="proposal 7 is unknown"),
+    ):
+        sender.publish(1, WeightSource.of(hard_weights(1)))
 
 
-def test_a_co_sender_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any) -> None:
+def test_a_sending_rank_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any) -> None:
     group: Any = _Announced()
-    reading = FollowerRead(SharedReads([WeightSource.of(hard_weights(1))], group), (0,))
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
     channel = channel_of(store)
     proposal = replace(newest_proposal(store), number=channel.reserve_number(1), layout_hash="none", senders=2)
     channel.propose(proposal)
-    sending, co_sender = SenderRound(proposal, channel, Membership(channel)), CoSender(store, backend=CpuBackend(INFO))
+    sending = SenderRound(proposal, channel, Membership(channel))
+    options: Any = {"name": "policy", "backend": CpuBackend(INFO), "senders": 2, "slabs": 4, "transports": TRANSPORTS}
+    follower = Follower(store, group, **options)
     with pytest.raises(LayoutMismatchError):
-        co_sender.take_part(proposal.number, reading)
+        follower.follow(WeightSource.of(hard_weights(1)), proposal.number)
     with pytest.raises(TransferFailedError, match=r"(?s)rank 1 of the senders could not send its share.*layout"):
         Reports((0, 1), Limits(slow(0.5))).wait_until_sent(sending)
-    co_sender.close()
+    follower.close()
 
 
 class _SlowToReport(SenderRound):
     """The report of share 1 comes at the last moment."""
 
-    def wait_for_co_sender(self, key: str, *, timeout_s: float) -> bytes | None:
+    def wait_for_share(self, key: str, *, timeout_s: float) -> bytes | None:
         if key == "share/1":
             time.sleep(0.1)
-        return super().wait_for_co_sender(key, timeout_s=timeout_s)
+        return super().wait_for_share(key, timeout_s=timeout_s)
 
 
-def test_a_report_at_the_last_moment_blames_no_other_co_sender(store: Any) -> None:
+def test_a_report_at_the_last_moment_blames_no_other_rank(store: Any) -> None:
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         channel, proposal = channel_of(store), newest_proposal(store)
         for share in (1, 2):
-            channel.put_transport_note(proposal, f"share/{share}", ShareReport(ShareKind.SENT).to_json())
+            channel.put_note(proposal, f"share/{share}", write_message(ShareKind.SENT, ""), note=Note.SHARE)
         sending = _SlowToReport(proposal, channel, Membership(channel))
         Reports((0, 1, 2), Limits(0.1)).wait_until_sent(sending)
 
 
-def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
+def test_a_sending_rank_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
     ended, written = threading.Event(), []
     report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda kind, why: written.append(kind))
     end: Any = SimpleNamespace(abort=ended.set)
@@ -342,14 +337,14 @@ def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
 
 
 @pytest.mark.parametrize("junk", ["", "[]", '["sent"]', '["done", ""]', "[" * 5000])
-def test_a_malformed_report_of_a_co_sender_fails_the_version(store: Any, junk: str) -> None:
+def test_a_malformed_report_of_a_sending_rank_fails_the_version(store: Any, junk: str) -> None:
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         channel, proposal = channel_of(store), newest_proposal(store)
-        channel.put_transport_note(proposal, "share/1", junk)
+        channel.put_note(proposal, "share/1", junk, note=Note.SHARE)
         sending, reports = SenderRound(proposal, channel, Membership(channel)), Reports((0, 1), Limits(10.0))
         for read in (reports.wait_until_sent, reports.stop):
-            with pytest.raises(TransferFailedError, match="a co-sender's report cannot be read"):
+            with pytest.raises(TransferFailedError, match="a sending rank's report cannot be read"):
                 read(sending)
 
 
@@ -362,7 +357,15 @@ def test_transports_of_one_host_have_one_sender(store: Any, transport: str) -> N
         sender_of(store, transport=transport, senders=2)
 
 
-def test_several_senders_need_weights_that_as_many_ranks_read(store: Any) -> None:
-    shared = SharedReads([WeightSource.of(hard_weights(1))], None)
-    with sender_of(store, senders=2) as sender, pytest.raises(ConfigError, match=r"(?s)senders=2.*1 rank\(s\) read"):
-        sender.publish(1, shared.sources[0])
+def test_several_senders_need_a_group_of_as_many_ranks(store: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)senders=2.*group has 1 rank\(s\)"):
+        sender_of(store, senders=2)
+
+
+def test_several_senders_take_no_iterator(store: Any) -> None:
+    group: Any = SimpleNamespace(rank=0, size=2, backend=CpuBackend(INFO), broadcast=lambda words, src: None)
+    with (
+        sender_of(store, group=group, senders=2) as sender,
+        pytest.raises(ConfigError, match="cannot share an iterator"),
+    ):
+        sender.publish(1, iter(hard_weights(1)))

@@ -17,7 +17,6 @@ from hwrl.comm import Comm, Group, Pending, Store, call_off_group, clone_store, 
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.destination import Destination
-from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import Limits, Proposal, TransportPayload
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import divide_slabs
@@ -130,7 +129,9 @@ class DeviceSender:
         # With only one slab under way, two senders could wait for each other's shards, and receivers for both.
         self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
-        self._plan(context.layout)
+        self._sums = Checksums(context.layout, device=context.backend.device())
+        shares = divide_slabs(context.layout, context.senders)
+        self._own_slabs = [index for index, share in enumerate(shares) if share == context.share]
         self._lanes: Lanes | None = None
         self._connecting = _Connecting(context.store)
 
@@ -150,17 +151,9 @@ class DeviceSender:
             with self._connecting.to(proposal):
                 lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
             self._lanes = lanes  # from now on another thread can abort them
-        if reader.layout is not self._buffer.layout:
-            self._plan(reader.layout)
         with clock.span(context.backend):
             self._send_slabs(lanes, reader, clock)
         return self._sums.values
-
-    def _plan(self, layout: WeightLayout) -> None:
-        shares = divide_slabs(layout, self._context.senders)
-        self._own_slabs = [index for index, share in enumerate(shares) if share == self._context.share]
-        self._sums = Checksums(layout, device=self._context.backend.device())
-        self._buffer.use(layout)
 
     def _send_slabs(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
         under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()

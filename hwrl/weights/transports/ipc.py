@@ -2,7 +2,7 @@
 
 Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So slabs of several
 tensors are packed into a ring, unless their tensors are contiguous in one storage. Receivers open the ring once for
-each round, or chapter of it. A window is a batch of slabs that receivers may read at the same time. They copy one
+each round. A window is a batch of slabs that receivers may read at the same time. They copy one
 window while the sender fills the next.
 """
 
@@ -82,9 +82,6 @@ class IpcSender:
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Lend the slabs window by window, the checksums in the last one. Block until all windows are copied."""
         self._sending = sending
-        if reader.layout is not self._buffer.layout:
-            self._buffer.use(reader.layout)
-            self._sums = Checksums(reader.layout, device=self._backend.device())
         with clock.span(self._backend):
             self._show_slabs(sending, reader, clock)
         return self._sums.values

@@ -15,13 +15,12 @@ import torch
 
 from hwrl.cli import main
 from hwrl.comm import Store, store_address
-from hwrl.errors import CommError, ConfigError, TransferFailedError
+from hwrl.errors import CommError, ConfigError
 from hwrl.interfaces import WeightOffer
 from hwrl.run.cluster.placement import choose_senders
 from hwrl.testing.contracts.weights import need_transport
 from hwrl.weights import (
     TRANSPORTS,
-    CoSender,
     EngineReceiver,
     LinkRegistrations,
     ReceiverRound,
@@ -31,7 +30,6 @@ from hwrl.weights import (
 )
 from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.membership import Membership
-from hwrl.weights.notes import ChapterKind, ChapterNote
 from hwrl.weights.transport import Cancellation
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.weight_link import (
@@ -76,7 +74,7 @@ def test_a_fourth_transport_carries_versions(store: Store, fourth: None) -> None
             assert exchange(sender, [receiver], version).receivers == 1
 
 
-def test_a_fourth_transport_carries_a_generator_in_chapters(store: Store, fourth: None) -> None:
+def test_a_fourth_transport_carries_a_generator(store: Store, fourth: None) -> None:
     def made() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(9):
             yield f"t{number}", torch.full((500,), float(number))
@@ -113,8 +111,6 @@ def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wi
         assert publishing().receivers == 1
         ignorant = EngineReceiver(0, **engine)  # type: ignore[arg-type]  # of several types
         assert "transports=hwrl.weights.with_transport('wire')" in ignorant.take(offer).why
-        with pytest.raises(TransferFailedError, match=r"with_transport\('wire'\)"):
-            CoSender(store, backend=backend).take_part(proposal.number, cast(Any, None))
         receiver.close()
         ignorant.close()
 
@@ -134,16 +130,12 @@ def test_keys_of_a_transport_are_never_those_of_hwrl_or_of_a_receiver(store: Sto
             layout=channel.layout(proposal),
             deadline=time.monotonic() + 300.0,
         )
-        for key in ("chapter/1", "share/1", f"read/{proposal.to[0]}"):
+        for key in ("share/1", f"read/{proposal.to[0]}"):
             sending.tell(key, "the transport's")
             assert receiving.find_note(key) == b"the transport's"
-        assert sending.wait_for_co_sender("share/1", timeout_s=0.0) is None
+        assert sending.wait_for_share("share/1", timeout_s=0.0) is None
         with pytest.raises(CommError, match="before it wrote 'read'"):
             sending.wait_for_all("read", timeout_s=0.1)
-        channel.forget_transport_note(proposal, "chapter/1")
-        sending.end_chapter(ChapterNote(ChapterKind.END))
-        assert list(receiving.further_chapters()) == []
-        assert receiving.find_note("chapter/1") == b"the transport's"
 
 
 def test_a_fourth_transport_is_known_by_its_facts(store: Store, fourth: None) -> None:
