@@ -179,7 +179,9 @@ class LedgerActor:
             self._ledger.advance(version)
             self._changed.notify_all()
             abandoned = self._takes_abandoned
-            while (groups := self._take_now(count)) is None:
+            while self._fatal is not None or (groups := self._ledger.take(count)) is None:
+                if self._fatal is not None:
+                    raise self._fatal
                 await self._changed.wait()
                 if self._takes_abandoned != abandoned:
                     return [], None
@@ -188,11 +190,6 @@ class LedgerActor:
             spans = {group.sequence_number: group.spans for group in groups if group.spans}
             state = self._ledger.state_dict()
             return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained, spans, state)
-
-    def _take_now(self, count: int) -> list[PromptGroup] | None:
-        if self._fatal is not None:
-            raise self._fatal
-        return self._ledger.take(count)
 
     async def abandon_take(self) -> None:
         """End a waiting :meth:`advance_and_take` without a batch. Ray has no way to cancel the call."""

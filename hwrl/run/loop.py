@@ -147,4 +147,4 @@ class RunLoop:
             fleet.trainers.all.export_model()
         fleet.trainers.all.close()
         faults, interrupted = fleet.replicas.repeated_deaths(), self._status == "interrupted"
-        return summarise(self._config, self._recorder.history, interrupted=interrupted, faults=faults)
+        return summarise(self._config, self._recorder.report.history, interrupted=interrupted, faults=faults)

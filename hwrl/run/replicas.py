@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from collections import Counter
@@ -95,7 +94,7 @@ class RestartPlan:
         self._due_s.pop(name, None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Process:
     remote: Remote[Replica]
     replica_id: str  # of this process; a replacement has the same name and another id
@@ -194,7 +193,7 @@ class Replicas:
                 raise
             self.handle_exit(name, f"it could not be set up: {first_line(exc)}")
             return
-        self._replicas[name] = dataclasses.replace(replica, run=replica.remote.call(Replica.run))
+        replica.run = replica.remote.call(Replica.run)
         if not replica.is_initial:
             took_s = time.monotonic() - replica.started_s
             self._log_scale(f"rollout {name} joined after {took_s:.1f} s; {len(self._running())} replicas run now")
@@ -329,8 +328,8 @@ class Replicas:
         self._wanted.remove(name)
         self._restarts.forget(name)
         if self._is_running(name):
-            replica = self._replicas[name] = dataclasses.replace(self._replicas[name], is_leaving=True)
-            replica.remote.call(Replica.leave)
+            self._replicas[name].is_leaving = True
+            self._replicas[name].remote.call(Replica.leave)
             return
         if name in self._replicas:
             self._remove(name)
@@ -362,7 +361,7 @@ class Replicas:
         overdue = self._ledger.ask(LedgerActor.expire_overdue)
         for name, replica in list(self._replicas.items()):
             if self._awaits_devices(name):  # the limit for its setup starts when it has devices
-                self._replicas[name] = replica = dataclasses.replace(replica, started_s=now_s)
+                replica.started_s = now_s
             if replica.replica_id in overdue:
                 stuck[name] = f"it made no progress on a prompt for rollout.group_timeout_s={group_s:g} s"
             elif replica.run is None and now_s - replica.started_s > start_s:
@@ -391,7 +390,7 @@ class Replicas:
 
         It is beside training, in a share of the replicas' places, or ``alone``.
         """
-        if not self.running:
+        if not self.running_ids():
             return None
         limit_s = self._config.timeouts.evaluation_s
         self._evaluation = ShardedEvaluation(
@@ -401,11 +400,6 @@ class Replicas:
 
     def _running_remotes(self) -> dict[str, Remote[Replica]]:
         return {replica.replica_id: replica.remote for replica in self._replicas.values() if replica.run is not None}
-
-    @property
-    def running(self) -> int:
-        """The number of running replicas that are not leaving."""
-        return len(self.running_ids())
 
     def running_ids(self) -> list[str]:
         """Return the ids of the running replicas that are not leaving, in the order of their starts.

@@ -49,22 +49,18 @@ def claimed_directory(config: Config) -> Iterator[None]:
     error in the block changes nothing back. Removes a request of ``hwrl scale`` to an earlier run.
     """
     with ExitStack() as stack:
-        _claim(config, stack)
+        try:
+            make_directory(config.dir, mode=0o700)  # prompts, answers and weights are nobody else's
+            stack.callback(DirectoryLock(config.dir).close)
+            _write_config(config)
+            (config.dir / SCALE).unlink(missing_ok=True)  # a request to an earlier run
+        except OSError as exc:
+            raise ConfigError(
+                f"the run directory {config.dir} cannot be used",
+                why=str(exc),
+                fix="choose a writable directory with dir=…",
+            ) from exc
         yield
-
-
-def _claim(config: Config, stack: ExitStack) -> None:
-    try:
-        make_directory(config.dir, mode=0o700)  # prompts, answers and weights are nobody else's
-        stack.callback(DirectoryLock(config.dir).close)
-        _write_config(config)
-        (config.dir / SCALE).unlink(missing_ok=True)  # a request to an earlier run
-    except OSError as exc:
-        raise ConfigError(
-            f"the run directory {config.dir} cannot be used",
-            why=str(exc),
-            fix="choose a writable directory with dir=…",
-        ) from exc
 
 
 def _write_config(config: Config) -> None:

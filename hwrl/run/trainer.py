@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from safetensors import SafetensorError
 
 from hwrl.checkpoint import rng_state, set_rng_state, share_lock
 from hwrl.comm import connect_store, is_on_loopback
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.files import make_directory
+from hwrl.files import make_directory, replacing
 from hwrl.interfaces import PromptGroup
 from hwrl.rollout import decode_text
-from hwrl.run.config import Config
 from hwrl.run.remote import ProcessSetup
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import MODEL_DIRECTORY
 from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
 from hwrl.run.settings import compute_dtype
-from hwrl.run.step_profile import PROFILES, StepProfile
 from hwrl.train import move_metrics
 from hwrl.weights import SyncReport, TransportName, WeightSource
+
+PROFILES = "profile"
+"""The subdirectory of a run directory that holds profiles."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class TrainerRank:
         self._checkpoints = build.build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._further_versions = 0  # after the trainer's own
-        self._profile = _profile_of(config) if rank == 0 else None
+        steps = config.train.profile_steps if rank == 0 else None
+        self._profile = None if steps is None else StepProfile(*steps, directory=config.dir / PROFILES)
         self._tokenizer = build.run_tokenizer(config, inputs) if rank == 0 else None
         self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
@@ -108,7 +112,8 @@ class TrainerRank:
     def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
         """Train on ``groups``, and send the weights if they are due. Return the metrics of both and a few samples."""
         samples = self._pick_samples(groups)
-        with self._profiled(), self._trainer.stepping() as moved:
+        profiled = nullcontext() if self._profile is None else self._profile.recording(self._trainer.steps_done + 1)
+        with profiled, self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
         critic = self._trainer.train_critic()
@@ -169,9 +174,6 @@ class TrainerRank:
         with get_backend().range("hwrl.sync"), self._trainer.sending():
             report = self._sender.send(version, model=self._model, adapter=self._adapter_weights)
         return _sync_metrics(report)
-
-    def _profiled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._profile is None else self._profile.recording(self._trainer.steps_done + 1)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -271,11 +273,6 @@ class TrainerRank:
                 self._group.close()
 
 
-def _profile_of(config: Config) -> StepProfile | None:
-    steps = config.train.profile_steps
-    return None if steps is None else StepProfile(*steps, directory=config.dir / PROFILES)
-
-
 def _sync_metrics(report: SyncReport) -> Metrics:
     """Return the metrics of a transfer. If a base was sent as well, its bytes and seconds are added to the policy's."""
     transfers = [report.policy] if report.base is None else [report.policy, report.base]
@@ -292,3 +289,61 @@ def _sync_metrics(report: SyncReport) -> Metrics:
         return metrics
     sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)
     return {**metrics, **dict(zip(SENT, map(float, sent), strict=True))}
+
+
+class StepProfile:
+    """Records torch's profiler from step ``first`` to step ``last``, and writes ``steps_<from>-<to>.json.gz``.
+
+    The file is a Chrome trace. A run that resumes between these steps records the remaining ones. An error of the
+    profiler does not end the step: :meth:`finish` reports it. All calls must come from the same thread; torch requires
+    this.
+    """
+
+    def __init__(self, first: int, last: int, *, directory: Path) -> None:
+        self._first, self.last, self._directory = first, last, directory
+        self._profiler: torch.profiler.profile | None = None
+        self._recorded: list[int] = []
+        self._outcome: str | None = None
+
+    @contextlib.contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record the block as ``step`` if the step is in the range. Write the file after the last step of the range."""
+        if self._first <= step <= self.last and self._outcome is None:
+            self._start()
+            self._recorded.append(step)
+        yield
+        if step == self.last:
+            self._write()
+
+    def finish(self) -> str | None:
+        """Write the file if that is still to do. Return a message about the file or the error, once; then None."""
+        self._write()
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def _start(self) -> None:
+        if self._profiler is None:
+            with self._reporting():
+                profiler = torch.profiler.profile()
+                profiler.start()
+                self._profiler = profiler
+
+    def _write(self) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        steps = f"{self._recorded[0]}-{self._recorded[-1]}"
+        path = self._directory / f"steps_{steps}.json.gz"
+        with self._reporting():
+            profiler.stop()
+            make_directory(self._directory)
+            with replacing(path) as file:
+                profiler.export_chrome_trace(file.name)
+            self._outcome = f"the profile of steps {steps} of trainer rank 0 was written to {path}"
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - a profiler may raise anything; finish reports it
+            self._outcome = f"the profiler failed ({type(exc).__name__}: {exc}); the run continues without a profile"

@@ -171,8 +171,6 @@ def test_the_log_of_waits_learns_of_each_step(tmp_path: Path) -> None:
 class StandInEvaluation:
     """An evaluation without replicas: it is over when it has a result, or is lost."""
 
-    is_stalled = False
-
     def __init__(self) -> None:
         self.is_over = False
         self.whole: Evaluation | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,65 +46,46 @@ def place_on_nodes(
     ordered = in_order(nodes)
     if sum(node.devices for node in ordered) < assignment.devices:
         raise _missing(assignment, ordered, f"{assignment.devices} devices are needed")
-    for replicas_first in (False, True):
-        free = _FreeDevices(ordered)
+    for order in ([_place_ranks, _place_replicas], [_place_replicas, _place_ranks]):
+        free = {node: node.devices for node in ordered}
         placed: dict[int, ClusterNode] = {}
-        ranks = functools.partial(_place_ranks, assignment, free, placed, shard_ranks)
-        replicas = functools.partial(_place_replicas, assignment, free, placed)
-        if all(place() for place in ([replicas, ranks] if replicas_first else [ranks, replicas])):
+        if all(place(assignment, free, placed, shard_ranks or len(assignment.ranks)) for place in order):
             return placed
     widest = max(len(reservation.devices) for reservation in assignment.replicas)
     raise _missing(assignment, ordered, f"each replica needs {widest} free devices on one node")
 
 
-class _FreeDevices:
-    """The free devices of each node."""
-
-    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._free = {node: node.devices for node in nodes}
-
-    def first(self, count: int) -> ClusterNode | None:
-        """Return the first node with ``count`` free devices."""
-        return next((node for node, free in self._free.items() if free >= count), None)
-
-    def tightest(self, count: int) -> ClusterNode | None:
-        """Return the node with the fewest free devices, but at least ``count``; of equal nodes the last one."""
-        enough = [(free, -index, node) for index, (node, free) in enumerate(self._free.items()) if free >= count]
-        return min(enough)[2] if enough else None
-
-    def take(self, node: ClusterNode, count: int) -> None:
-        """Mark ``count`` devices of ``node`` as used."""
-        self._free[node] -= count
-
-
 def _place_ranks(
-    assignment: DeviceAssignment, free: _FreeDevices, placed: dict[int, ClusterNode], shard_ranks: int | None
+    assignment: DeviceAssignment, free: dict[ClusterNode, int], placed: dict[int, ClusterNode], size: int
 ) -> bool:
-    ranks = assignment.ranks
-    size = shard_ranks or len(ranks)
-    for start in range(0, len(ranks), size):
-        group = ranks[start : start + size]
-        node = free.first(len(group))
+    """Place groups of ``size`` ranks, each on the first node with room for it, or rank by rank."""
+    for start in range(0, len(assignment.ranks), size):
+        group = assignment.ranks[start : start + size]
+        room = next((node for node, count in free.items() if count >= len(group)), None)
         for reservation in group:
-            chosen = node or free.first(1)
-            if chosen is None:
+            node = room or next((node for node, count in free.items() if count), None)
+            if node is None:
                 return False
-            placed[reservation.devices[0]] = chosen
-            free.take(chosen, 1)
+            placed[reservation.devices[0]] = node
+            free[node] -= 1
     return True
 
 
-def _place_replicas(assignment: DeviceAssignment, free: _FreeDevices, placed: dict[int, ClusterNode]) -> bool:
+def _place_replicas(
+    assignment: DeviceAssignment, free: dict[ClusterNode, int], placed: dict[int, ClusterNode], size: int
+) -> bool:
+    """Place each replica on the node with the fewest free devices that are enough; of equal nodes on the last one."""
     ranks = {device for reservation in assignment.ranks for device in reservation.devices}
     for devices in dict.fromkeys(reservation.devices for reservation in assignment.replicas):
         new = [device for device in devices if device not in ranks and device not in placed]
         if not new:
             continue  # it shares devices that are already placed
-        node = free.tightest(len(new))
-        if node is None:
+        enough = [(count, -index, node) for index, (node, count) in enumerate(free.items()) if count >= len(new)]
+        if not enough:
             return False
+        node = min(enough)[2]
         placed.update(dict.fromkeys(new, node))
-        free.take(node, len(new))
+        free[node] -= len(new)
     return True
 
 

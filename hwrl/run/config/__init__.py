@@ -1,7 +1,6 @@
 """The configuration of a run: its keys, how it is read and checked, and how it is written."""
 
 from hwrl.run.config.data import DataSetConfig
-from hwrl.run.config.generation import EMBEDDED
 from hwrl.run.config.loading import (
     RUN_CONFIG,
     RUN_HEADER,
@@ -11,10 +10,10 @@ from hwrl.run.config.loading import (
     parse_config,
 )
 from hwrl.run.config.report import TENSORBOARD
+from hwrl.run.config.rollout import EMBEDDED
 from hwrl.run.config.schema import Config
-from hwrl.run.config.section import Section
-from hwrl.run.config.training import FSDP
-from hwrl.run.config.values import MOST_PROCESSES
+from hwrl.run.config.train import FSDP
+from hwrl.run.config.values import MOST_PROCESSES, Section
 
 __all__ = [
     "EMBEDDED",

@@ -6,7 +6,6 @@ from typing import Annotated, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     AbsolutePath,
     Function,
@@ -14,6 +13,7 @@ from hwrl.run.config.values import (
     NotNegativeReal,
     Positive,
     PositiveReal,
+    Section,
     Share,
     built_in_or_function,
 )

@@ -15,7 +15,6 @@ from pydantic import (
     model_validator,
 )
 
-from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     DataName,
     DataPath,
@@ -29,6 +28,7 @@ from hwrl.run.config.values import (
     PositiveReal,
     ProcessCount,
     Seconds,
+    Section,
     Share,
     Template,
     is_template,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from hwrl.run.config.section import Section
-from hwrl.run.config.values import Function, Name, NotNegative, Options
+from hwrl.run.config.values import Function, Name, NotNegative, Options, Section
 
 TENSORBOARD = "tensorboard"
 """The tracker that needs no plugin."""
@@ -26,13 +25,9 @@ class ReportConfig(Section):
     """Name of the run in trackers; null: the last part of ``dir``."""
 
     @model_validator(mode="after")
-    def _trackers_differ(self) -> ReportConfig:
+    def _keys_fit_together(self) -> ReportConfig:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers={list(self.trackers)} has the same name twice")
-        return self
-
-    @model_validator(mode="after")
-    def _options_are_a_trackers(self) -> ReportConfig:
         unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
         if unused:
             raise ValueError(

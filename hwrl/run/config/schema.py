@@ -13,10 +13,9 @@ from pydantic import (
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
-from hwrl.run.config.generation import RolloutConfig
 from hwrl.run.config.report import ReportConfig
-from hwrl.run.config.section import Section
-from hwrl.run.config.training import FSDP, OptimizerConfig, TrainConfig
+from hwrl.run.config.rollout import RolloutConfig
+from hwrl.run.config.train import FSDP, OptimizerConfig, TrainConfig
 from hwrl.run.config.values import (
     AbsolutePath,
     Finite,
@@ -28,6 +27,7 @@ from hwrl.run.config.values import (
     Positive,
     PositiveReal,
     Seconds,
+    Section,
     Seed,
 )
 
@@ -145,7 +145,7 @@ class Config(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
-    def _every_rank_has_a_response(self) -> Config:
+    def _keys_fit_together(self) -> Config:
         train = self.train  # with a plugin's engine, all ranks may share a response
         shares = train.ranks // train.context_parallel if train.engine == FSDP else 1
         each = f"train.ranks={shares}"
@@ -158,60 +158,32 @@ class Config(Section):
                 f"{self.rollout.n}) are too few: each mini-batch needs one for each rank, {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _trajectories_are_rewarded(self) -> Config:
         if self.reward.function is None and self.rollout.workflow is None:
             raise ValueError("reward.function is missing: only a rollout.workflow can give rewards without it")
-        return self
-
-    @model_validator(mode="after")
-    def _a_prompt_leaves_room(self) -> Config:
         if self.max_model_len <= self.data.max_prompt_tokens:
             raise ValueError(
                 f"rollout.max_model_len={self.max_model_len} must be more than data.max_prompt_tokens="
                 f"{self.data.max_prompt_tokens}: a prompt needs room for a response"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _senders_are_ranks(self) -> Config:
         if self.weights.senders != "auto" and self.weights.senders > self.train.ranks:
             raise ValueError(
                 f"weights.senders={self.weights.senders} must be at most train.ranks={self.train.ranks}: ranks of the "
                 "trainer send the weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_have_prompts(self) -> Config:
         if self.eval.every_steps and self.data.eval is None:
             raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval: prompts for evaluations")
         if self.eval.before_training and self.data.eval is None:
             raise ValueError("eval.before_training=true needs data.eval: prompts for evaluations")
-        return self
-
-    @model_validator(mode="after")
-    def _goals_are_measured(self) -> Config:
         unmeasured = [name for name in self.goals if name.startswith("eval/")] if self.data.eval is None else []
         if unmeasured:
             raise ValueError(
                 f"goals: {', '.join(unmeasured)} cannot be reached without data.eval: prompts for evaluations"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_engine_trains_adapters(self) -> Config:
         if self.model.lora_rank and self.train.engine != FSDP:
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains only "
                 "whole models, with model.lora_rank=0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _advantages_have_a_source(self) -> Config:
         if self.rollout.n < 2 and self.algorithm.compares_responses:
             raise ValueError(
                 f"with rollout.n={self.rollout.n} nothing is learned: algorithm.advantage={self.algorithm.advantage} "
@@ -234,10 +206,6 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} does not support a {missing}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_overlong_buffer_is_in_the_limit(self) -> Config:
         if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "

@@ -1,4 +1,4 @@
-"""Types with bounds for the values of the configuration. Every key has one of these types."""
+"""The base class of all sections of the configuration, and types with bounds for their values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from hwrl.files import local_path
 from hwrl.rollout import HUB
 
 _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
+
+
+class Section(BaseModel):
+    """A section of the configuration. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 _FILE_FUNCTION = re.compile(r".*\.py:[A-Za-z_]\w*")

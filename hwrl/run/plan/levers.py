@@ -46,7 +46,8 @@ def suggest(config: Config, hardware: Hardware) -> list[Suggestion]:
     If single levers are enough, only those are returned. Otherwise levers are added, from the cheapest on, until the
     run fits, and unnecessary ones are removed again.
     """
-    levers = list(_levers(config, hardware))
+    rules = (_free, _time, _rollout_size, _placement, _other_model)
+    levers = [lever for rule in rules for lever in rule(config, hardware)]  # the cheapest first
     single: dict[tuple[str, ...], Lever] = {}  # the cheapest value of each key
     for lever in levers:
         keys = tuple(key for key, _ in lever.changes)
@@ -102,12 +103,6 @@ def apply(config: Config, levers: Sequence[Lever]) -> Config | None:
         return parse_config(tree)
     except ConfigError:
         return None
-
-
-def _levers(config: Config, hardware: Hardware) -> Iterator[Lever]:
-    """Yield the levers not yet applied in ``config``, the cheapest first."""
-    for rule in (_free, _time, _rollout_size, _placement, _other_model):
-        yield from rule(config, hardware)
 
 
 def _free(config: Config, hardware: Hardware) -> Iterator[Lever]:

@@ -11,8 +11,7 @@ from hwrl.interfaces import ALWAYS, Capability, MemoryCause, Phase, Support, pea
 from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import DeviceAssignment, assign_devices, choose_transport
 from hwrl.run.config import Config
-from hwrl.run.plan.links import Link, links_of
-from hwrl.run.plan.processes import LINK_CAUSES, rank_memory, worker_memory
+from hwrl.run.plan.processes import LINK_CAUSES, Link, links_of, rank_memory, worker_memory
 
 
 @dataclass(frozen=True)

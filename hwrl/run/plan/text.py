@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import asdict
 
 from hwrl.interfaces import MemoryCause
 from hwrl.run.plan.levers import Suggestion
-from hwrl.run.plan.links import Link
-from hwrl.run.plan.plan import PlannedDevice, PlannedProcess, RunPlan, gib
-
-_HOST_NOTE = "host memory"
+from hwrl.run.plan.plan import PlannedDevice, RunPlan, gib
+from hwrl.run.plan.processes import Link
 
 
 def plan_as_text(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
@@ -101,8 +99,20 @@ def plan_as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
             "misfits": list(plan.misfits),
             "unknown": list(plan.unknown),
             "placement": plan.placed,
-            "devices": [_device_tree(device) for device in plan.devices],
-            "processes": [_process_tree(process) for process in plan.processes],
+            "devices": [
+                {
+                    "device": device.name,
+                    "count": device.count,
+                    "processes": [process.name for process in device.processes],
+                    "phases": device.phases,
+                    "nbytes": device.nbytes,
+                }
+                for device in plan.devices
+            ],
+            "processes": [
+                {"process": process.name, "count": process.count, "causes": [asdict(cause) for cause in process.causes]}
+                for process in plan.processes
+            ],
             "host_nbytes": plan.host_nbytes,
             "links": [
                 {
@@ -117,24 +127,3 @@ def plan_as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
         },
         indent=1,
     )
-
-
-def _device_tree(device: PlannedDevice) -> dict[str, Any]:
-    names = [process.name for process in device.processes]
-    return {"device": device.name, "count": device.count, "processes": names, "phases": device.phases} | {
-        "nbytes": device.nbytes
-    }
-
-
-def _process_tree(process: PlannedProcess) -> dict[str, Any]:
-    causes = [
-        {
-            "cause": cause.cause,
-            "nbytes": cause.nbytes,
-            "place": cause.place,
-            "phases": cause.phases,
-            "certain": cause.certain,
-        }
-        for cause in process.causes
-    ]
-    return {"process": process.name, "count": process.count, "causes": causes}

@@ -1,11 +1,10 @@
 """The output of a run: files in the run directory, progress on the screen, trackers, and the summary at the end."""
 
-from hwrl.run.report.events import EVENTS, EventLog, RecordedView
 from hwrl.run.report.records import Metrics, read_lines
 from hwrl.run.report.run_report import METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
 from hwrl.run.report.samples import SAMPLES, Sample, pick_samples
 from hwrl.run.report.steps import StepRates, StepRecorder
-from hwrl.run.report.views import LiveView, PlainView, View, make_view
+from hwrl.run.report.views import EVENTS, EventLog, LiveView, PlainView, RecordedView, View, make_view
 
 __all__ = [
     "EVENTS",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hwrl.files import open_to_read
+from hwrl.files import open_to_append, open_to_read, require_owned
 
 Metrics = dict[str, float]
 """The metrics of one training step, by name: one line of ``metrics.jsonl``."""
@@ -86,6 +87,47 @@ def join_ranges(noun: str, numbers: list[int]) -> str:
             ranges.append((number, number))
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in itertools.islice(ranges, 20)]
     return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(shown)}{', ...' if len(ranges) > 20 else ''}"
+
+
+class AppendedFile:
+    """A file opened for appending, without a buffer: when ``write`` returns, the operating system has all data.
+
+    The methods raise OSError, also if the file was deleted or replaced. The operating system would accept writes to a
+    deleted file, and the data would be lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open_to_append(path)
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``. After an error, a part of it may be in the file."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._check_path()
+
+    def end_line(self) -> None:
+        """Append a newline if the last line lacks it, for example after a power loss."""
+        with open_to_read(self._path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            last = file.read(1)
+        if last not in (b"", b"\n"):
+            self.write(b"\n")
+
+    def sync(self) -> None:
+        """Make the content durable with fsync. To make the directory entry durable, sync the directory as well."""
+        self._check_path()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._file.close()
+
+    def _check_path(self) -> None:
+        require_owned(self._path)
+        if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+            raise FileNotFoundError(f"{self._path} was replaced by another file")
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

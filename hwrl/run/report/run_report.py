@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.interfaces import RunStatus
-from hwrl.run.report.event_files import AppendedFile
-from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
+from hwrl.run.report.records import AppendedFile, Metrics, encode_records, join_ranges, read_records
 from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
 
 if TYPE_CHECKING:

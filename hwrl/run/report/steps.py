@@ -175,11 +175,6 @@ class StepRecorder:
         return self._opened
 
     @property
-    def history(self) -> list[Metrics]:
-        """The lines of all finished steps."""
-        return self.report.history
-
-    @property
     def line(self) -> Metrics:
         """The newest line."""
         return self.report.history[-1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hwrl.files import make_directory
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
-from hwrl.run.report.event_files import AppendedFile
+from hwrl.run.report.records import AppendedFile
 
 
 class TensorboardTracker(Tracker):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.run.step_profile import StepProfile
+from hwrl.run.trainer import StepProfile
 from hwrl.train import Algorithm, AsyncTrainer, PolicyLoss
 from tests.support.fsdp_training import engine_on, groups_of
 from tests.support.fsdp_training import model_directory as model_directory

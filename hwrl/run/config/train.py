@@ -9,7 +9,6 @@ from pydantic import (
     model_validator,
 )
 
-from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     Decay,
     Name,
@@ -19,6 +18,7 @@ from hwrl.run.config.values import (
     Positive,
     PositiveReal,
     ProcessCount,
+    Section,
     Share,
     Threads,
 )
@@ -85,13 +85,9 @@ class TrainConfig(Section):
     """First and last step to record with torch's profiler. Rank 0 writes a Chrome trace to ``profile/``."""
 
     @model_validator(mode="after")
-    def _options_are_a_plugins(self) -> TrainConfig:
+    def _keys_fit_together(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
             raise ValueError(f"engine_options are for an engine from a plugin; engine={FSDP} has no options")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_can_share_packs(self) -> TrainConfig:
         if self.context_parallel > 1 and self.engine != FSDP:
             raise ValueError(f"context_parallel={self.context_parallel} is for engine={FSDP}, not for {self.engine}")
         if self.ranks % self.context_parallel:
@@ -99,10 +95,6 @@ class TrainConfig(Section):
                 f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: this number of ranks shares "
                 "each pack"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_divide_into_copies(self) -> TrainConfig:
         if self.shard_ranks is not None and self.engine != FSDP:
             raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} has its own sharding")
         if self.shard_ranks is not None and self.ranks % self.shard_ranks:
@@ -110,19 +102,11 @@ class TrainConfig(Section):
                 f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: this number of ranks shards each copy "
                 "of the model"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_host_steps_or_keeps(self) -> TrainConfig:
         if self.host_step and (self.param_offload or self.optimizer_offload):
             raise ValueError(
                 "host_step=true always keeps parameters and optimizer state in host memory; set param_offload and "
                 "optimizer_offload to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_steps_are_trained(self) -> TrainConfig:
         if self.profile_steps is not None and not self.profile_steps[0] <= self.profile_steps[1] <= self.steps:
             raise ValueError(
                 f"profile_steps={list(self.profile_steps)} must be the first and the last of a range of the "

@@ -9,7 +9,6 @@ from pydantic import (
     model_validator,
 )
 
-from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     Function,
     Name,
@@ -18,6 +17,7 @@ from hwrl.run.config.values import (
     Positive,
     ProcessCount,
     Seconds,
+    Section,
     Share,
     Temperature,
     Texts,
@@ -103,27 +103,15 @@ class RolloutConfig(Section):
         return functions_in(self.workflow_options, "rollout.workflow_options")
 
     @model_validator(mode="after")
-    def _options_are_a_plugins(self) -> RolloutConfig:
+    def _keys_fit_together(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.engine_options:
             raise ValueError(f"engine_options are for an engine from a plugin; engine={EMBEDDED} has no options")
-        return self
-
-    @model_validator(mode="after")
-    def _a_plugins_engine_is_divided(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.tensor_parallel > 1:
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device per replica"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
         if self.sleep_level == 2 and not self.free_cache_engine:
             raise ValueError("sleep_level=2 is for replicas that sleep; also set free_cache_engine=true")
-        return self
-
-    @model_validator(mode="after")
-    def _only_a_workflow_has_settings(self) -> RolloutConfig:
         settings = {name: getattr(self, name) for name in ("workflow_options", "max_trajectories", "max_model_len")}
         given = [name for name, value in settings.items() if value]
         if self.workflow is None and given:
@@ -132,16 +120,8 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"max_trajectories={self.max_trajectories} must be at least n={self.n}: a prompt's runs start together"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _enough_replicas_begin(self) -> RolloutConfig:
         if self.min_replicas is not None and self.min_replicas > self.replicas:
             raise ValueError(f"min_replicas={self.min_replicas} must be at most replicas={self.replicas}")
-        return self
-
-    @model_validator(mode="after")
-    def _a_group_fits(self) -> RolloutConfig:
         if self.max_running < self.n:
             raise ValueError(
                 f"max_running={self.max_running} must be at least n={self.n}: the responses to a prompt run together"
