@@ -8,101 +8,60 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names
+from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
-    from hwrl.checkpoint.directory import (
-        TRACKER_NAME,
-        CheckpointDirectory,
-        broken_checkpoints,
-        has_saves,
-        unfinished_saves,
-    )
-    from hwrl.checkpoint.durable import DurableFS, FileRecord
-    from hwrl.checkpoint.export import copy_for_torch
-    from hwrl.checkpoint.join import join_parts
-    from hwrl.checkpoint.load import SavedTensors, read_tensors
-    from hwrl.checkpoint.lock import DirectoryLock, find_owner, read_lock, share_lock
-    from hwrl.checkpoint.manager import CheckpointManager, SaveReport
-    from hwrl.checkpoint.manifest import (
-        EXTRA_NAME,
-        CheckpointInfo,
-        Manifest,
-        Skipped,
-        corrupt_error,
-        find_checkpoints,
-        hold_for_reading,
-        read_extra,
-        step_name,
-        verify_files,
-    )
-    from hwrl.checkpoint.parts import parameter_names
-    from hwrl.checkpoint.resume import Resumed
-    from hwrl.checkpoint.rng import rng_state, set_rng_state
-    from hwrl.checkpoint.shards import LocalShards
-    from hwrl.checkpoint.staging import SaveTuning
+    from hwrl.checkpoint.directory import TRACKER_NAME as TRACKER_NAME
+    from hwrl.checkpoint.directory import CheckpointDirectory as CheckpointDirectory
+    from hwrl.checkpoint.directory import broken_checkpoints as broken_checkpoints
+    from hwrl.checkpoint.directory import has_saves as has_saves
+    from hwrl.checkpoint.directory import unfinished_saves as unfinished_saves
+    from hwrl.checkpoint.durable import DurableFS as DurableFS
+    from hwrl.checkpoint.durable import FileRecord as FileRecord
+    from hwrl.checkpoint.export import copy_for_torch as copy_for_torch
+    from hwrl.checkpoint.export import join_parts as join_parts
+    from hwrl.checkpoint.load import SavedTensors as SavedTensors
+    from hwrl.checkpoint.load import read_tensors as read_tensors
+    from hwrl.checkpoint.lock import DirectoryLock as DirectoryLock
+    from hwrl.checkpoint.lock import find_owner as find_owner
+    from hwrl.checkpoint.lock import read_lock as read_lock
+    from hwrl.checkpoint.lock import share_lock as share_lock
+    from hwrl.checkpoint.manager import CheckpointManager as CheckpointManager
+    from hwrl.checkpoint.manager import SaveReport as SaveReport
+    from hwrl.checkpoint.manifest import EXTRA_NAME as EXTRA_NAME
+    from hwrl.checkpoint.manifest import CheckpointInfo as CheckpointInfo
+    from hwrl.checkpoint.manifest import Manifest as Manifest
+    from hwrl.checkpoint.manifest import Skipped as Skipped
+    from hwrl.checkpoint.manifest import corrupt_error as corrupt_error
+    from hwrl.checkpoint.manifest import find_checkpoints as find_checkpoints
+    from hwrl.checkpoint.manifest import hold_for_reading as hold_for_reading
+    from hwrl.checkpoint.manifest import read_extra as read_extra
+    from hwrl.checkpoint.manifest import step_name as step_name
+    from hwrl.checkpoint.manifest import verify_files as verify_files
+    from hwrl.checkpoint.parts import parameter_names as parameter_names
+    from hwrl.checkpoint.parts import rng_state as rng_state
+    from hwrl.checkpoint.parts import set_rng_state as set_rng_state
+    from hwrl.checkpoint.resume import Resumed as Resumed
+    from hwrl.checkpoint.shards import LocalShards as LocalShards
+    from hwrl.checkpoint.staging import SaveTuning as SaveTuning
 
-_NAMES = {
-    "directory": ["CheckpointDirectory", "TRACKER_NAME", "broken_checkpoints", "has_saves", "unfinished_saves"],
-    "durable": ["DurableFS", "FileRecord"],
-    "export": ["copy_for_torch"],
-    "join": ["join_parts"],
-    "load": ["SavedTensors", "read_tensors"],
-    "lock": ["DirectoryLock", "find_owner", "read_lock", "share_lock"],
-    "manager": ["CheckpointManager", "SaveReport"],
-    "manifest": [
-        "CheckpointInfo",
-        "EXTRA_NAME",
-        "Manifest",
-        "Skipped",
-        "corrupt_error",
-        "find_checkpoints",
-        "hold_for_reading",
-        "read_extra",
-        "step_name",
-        "verify_files",
-    ],
-    "parts": ["parameter_names"],
-    "resume": ["Resumed"],
-    "rng": ["rng_state", "set_rng_state"],
-    "shards": ["LocalShards"],
-    "staging": ["SaveTuning"],
-}
+_MODULE_OF = names_of_modules(
+    {
+        "directory": "CheckpointDirectory TRACKER_NAME broken_checkpoints has_saves unfinished_saves",
+        "durable": "DurableFS FileRecord",
+        "export": "copy_for_torch join_parts",
+        "load": "SavedTensors read_tensors",
+        "lock": "DirectoryLock find_owner read_lock share_lock",
+        "manager": "CheckpointManager SaveReport",
+        "manifest": "CheckpointInfo EXTRA_NAME Manifest Skipped corrupt_error find_checkpoints "
+        "hold_for_reading read_extra step_name verify_files",
+        "parts": "parameter_names rng_state set_rng_state",
+        "resume": "Resumed",
+        "shards": "LocalShards",
+        "staging": "SaveTuning",
+    }
+)
 
-__all__ = [
-    "EXTRA_NAME",
-    "TRACKER_NAME",
-    "CheckpointDirectory",
-    "CheckpointInfo",
-    "CheckpointManager",
-    "DirectoryLock",
-    "DurableFS",
-    "FileRecord",
-    "LocalShards",
-    "Manifest",
-    "Resumed",
-    "SaveReport",
-    "SaveTuning",
-    "SavedTensors",
-    "Skipped",
-    "broken_checkpoints",
-    "copy_for_torch",
-    "corrupt_error",
-    "find_checkpoints",
-    "find_owner",
-    "has_saves",
-    "hold_for_reading",
-    "join_parts",
-    "parameter_names",
-    "read_extra",
-    "read_lock",
-    "read_tensors",
-    "rng_state",
-    "set_rng_state",
-    "share_lock",
-    "step_name",
-    "unfinished_saves",
-    "verify_files",
-]
+__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
-__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _NAMES.items() for name in names})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -52,26 +52,19 @@ class DurableFS:
         return {str(path.relative_to(directory)): self._written.pop(path) for path in inside}
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path`` for reading (mode ``rb``) or for writing (any other mode).
-
-        When the context ends without an error, the content of a written file is durable. Its name is not.
-        """
-        path = Path(path)
-        if mode == "rb":
-            with path.open("rb") as stream:
-                yield stream
-            return
+    def create_stream(self, path: Path) -> Iterator[Any]:
+        """Open the new file ``path`` for writing. When the block ends without an error, the content is durable."""
         self.before("create", path)
         with create_file(path) as file:
             hashed = _HashedStream(file, self, path)
             yield hashed
-            self._sync(file.fileno(), path, flush=file.flush)
+            file.flush()
+            self._sync(file.fileno(), path)
         self._written[path] = hashed.record()
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a file. When this returns, its content is durable. Its name is not."""
-        with self.create_stream(path, "wb") as stream:
+        with self.create_stream(path) as stream:
             stream.write(data)
 
     def replace_file(self, path: Path, data: bytes) -> None:
@@ -89,12 +82,11 @@ class DurableFS:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
-    def mkdir(self, path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
+    def mkdir(self, path: Path, *, mode: int = 0o777) -> None:
         """Create a directory with ``mode``, and its missing parents. The names that it created are durable then.
 
         A directory that already exists is not synced.
         """
-        path = Path(path)
         if path.is_dir():
             return
         self.mkdir(path.parent)
@@ -102,9 +94,8 @@ class DurableFS:
         path.mkdir(mode=mode, exist_ok=True)
         self.sync_directory(path.parent)
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+    def rename(self, path: Path, new_path: Path) -> None:
         """Rename a file or directory. The new name is durable only after :meth:`sync_directory` of the parent."""
-        path, new_path = Path(path), Path(new_path)
         self._begin("rename", path)
         path.rename(new_path)
         if path in self._written:
@@ -119,27 +110,20 @@ class DurableFS:
         finally:
             os.close(descriptor)
 
-    def remove_file(self, path: Path) -> None:
-        """Remove a file or symbolic link if it exists; durable only after :meth:`sync_directory` of the parent."""
-        self._begin("remove", path)
-        path.unlink(missing_ok=True)
-
     def remove_tree(self, path: Path) -> None:
         """Remove a directory with its content, or a single file. The target of a symbolic link is not removed."""
         self.take_records(path)
+        self._begin("remove", path)
         if path.is_dir() and not path.is_symlink():
-            self._begin("remove", path)
             shutil.rmtree(path)
         else:
-            self.remove_file(path)
+            path.unlink(missing_ok=True)
 
     def _begin(self, operation: str, path: Path) -> None:
         self.before(operation, path)
         require_owned(path)
 
-    def _sync(self, descriptor: int, path: Path, *, flush: Any = None) -> None:
-        if flush is not None:
-            flush()
+    def _sync(self, descriptor: int, path: Path) -> None:
         self.before("sync", path)
         os.fsync(descriptor)
 

@@ -79,12 +79,12 @@ class _ThroughDurableFS(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open ``path``, as :meth:`DurableFS.create_stream` does."""
-        with self._fs.create_stream(path, mode) as stream:
+        with self._fs.create_stream(Path(path)) as stream:
             yield stream
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file."""
-        self._fs.rename(path, new_path)
+        self._fs.rename(Path(path), Path(new_path))
 
 
 def state_path_of(entry: Json) -> StatePath:

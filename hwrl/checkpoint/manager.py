@@ -21,9 +21,8 @@ from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.load import SavedTensors
 from hwrl.checkpoint.manifest import CheckpointInfo, copy_extra, find_checkpoints
 from hwrl.checkpoint.nodes import open_shared
-from hwrl.checkpoint.parts import make_template, require_parts, restore, take_state
+from hwrl.checkpoint.parts import make_template, require_parts, restore, rng_state, set_rng_state, take_state
 from hwrl.checkpoint.resume import Resumed, load_newest
-from hwrl.checkpoint.rng import rng_state, set_rng_state
 from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
 from hwrl.checkpoint.staging import SaveTuning, StagingMemory, capture_state
 from hwrl.comm import Group

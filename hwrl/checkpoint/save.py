@@ -37,6 +37,9 @@ Export = Callable[[Path, SavedTensors], object]
 AfterCommit = Callable[[CheckpointInfo], object]
 """The caller's function that runs when the checkpoint is complete."""
 
+_SMALL_NBYTES = 64 << 10
+"""An item below this is written at once. torch.save makes some 20 writes for each tensor."""
+
 _ResultT = TypeVar("_ResultT")
 
 
@@ -351,14 +354,14 @@ def write_tensor_files(
 
     def write(number: int, file_items: list[SaveItem]) -> list[Json]:
         name, entries = f"__{shared.agreement.rank}_{number}.distcp", []
-        with shared.fs.create_stream(draft / name, "wb") as stream:
+        with shared.fs.create_stream(draft / name) as stream:
             for item in file_items:
                 start = stream.tell()
                 with state.reading(item) as data:
-                    if isinstance(data, io.BytesIO):
-                        stream.write(data.getbuffer())
-                    else:
+                    if isinstance(data, torch.Tensor) and item.nbytes >= _SMALL_NBYTES:
                         torch.save(data, stream)
+                    else:
+                        stream.write(_as_bytes(data).getbuffer())
                 entries.append({**item.entry, "file": name, "start": start, "nbytes": stream.tell() - start})
         return entries
 
@@ -366,6 +369,13 @@ def write_tensor_files(
         [functools.partial(write, *numbered) for numbered in enumerate(_divide_over_files(items, tuning))]
     )
     return [entry for entries in written for entry in entries]
+
+
+def _as_bytes(data: torch.Tensor | io.BytesIO) -> io.BytesIO:
+    if isinstance(data, io.BytesIO):
+        return data
+    torch.save(data, written := io.BytesIO())
+    return written
 
 
 def _divide_over_files(items: Sequence[SaveItem], tuning: SaveTuning) -> list[list[SaveItem]]:

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
-from hwrl.checkpoint.join import join_parts
+from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints, join_parts
 from hwrl.cli import main
 from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError

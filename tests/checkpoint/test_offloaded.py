@@ -96,7 +96,7 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list
 def test_the_next_offload_waits_for_what_is_not_written_yet(tmp_path: Path) -> None:
     model, optimizer = trained()
     expected = copy_of(state_of(model, optimizer))
-    fs = Halting("write", 20)
+    fs = Halting("write", 3)
     with (
         Offloader(model, optimizer, backend=BACKEND) as offloader,
         CheckpointManager(tmp_path, async_save=True, backend=BACKEND, fs=fs) as opened,
@@ -146,7 +146,7 @@ def test_all_that_is_lent_at_once_stays_until_it_is_given_back() -> None:
 
 def test_a_failed_save_gives_back_what_it_was_lent(tmp_path: Path) -> None:
     model, optimizer = trained()
-    fs = Halting("write", 20)
+    fs = Halting("write", 3)
     fs.error = OSError(28, "No space left on device", "somewhere")
     fs.gate.set()
     with (

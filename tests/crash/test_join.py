@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.join import join_parts
+from hwrl.checkpoint import CheckpointManager, find_checkpoints, join_parts
 from hwrl.checkpoint.manifest import verify_files
 from hwrl.comm import Group
 from hwrl.errors import CheckpointError
