@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import platform
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -95,7 +97,7 @@ class Saver:
     def __init__(self, shared: SharedDirectory, *, keep: int | None, tuning: SaveTuning) -> None:
         self._shared, self._keep, self._tuning = shared, keep, tuning
         self._plan: _Plan | None = None
-        self._entries_of_ranks: list[list[Json]] = [[] for _ in range(shared.agreement.size)]  # on rank 0
+        self._packed_plans = [b""] * shared.agreement.size  # on rank 0: the entries of each rank's items, compressed
 
     def save(self, captured: CapturedSave) -> None:
         """Write and commit ``captured``, and release its state.
@@ -198,10 +200,11 @@ class Saver:
         changed = {rank: request["entries"] for rank, request in enumerate(requests) if request["entries"] is not None}
         if changed:
             for rank, entries in changed.items():
-                self._entries_of_ranks[rank] = entries
+                self._packed_plans[rank] = zlib.compress(json.dumps(entries).encode(), 1)
             positions: dict[int, list[int]] = {}
             for ranks in shared.nodes:  # an item on two nodes is written on both
-                positions |= zip(ranks, assign([self._entries_of_ranks[rank] for rank in ranks]), strict=True)
+                plans = [changed.get(rank) or json.loads(zlib.decompress(self._packed_plans[rank])) for rank in ranks]
+                positions |= zip(ranks, assign(plans), strict=True)
             decision["positions"] = [positions[rank] for rank in range(len(requests))]
         return {**decision, "save_id": os.urandom(8).hex()}
 
