@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import DataError
-from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
+from hwrl.interfaces import MEMORY_TAGS, PromptGroup, RolloutEngine, Sampling
 from hwrl.interfaces.tracing import Attribute
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
@@ -19,12 +20,13 @@ from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerato
 from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scorer
-from hwrl.rollout.sleeper import Sleeper
 from hwrl.rollout.tracing import SpanLog
 from hwrl.rollout.weight_updater import WeightUpdater
 
 _RETRY_S = 1.0
 """The wait between a failed transfer of requested weights and the next request."""
+SLEEPS_AFTER_S = 0.2
+"""Idle time before an engine sleeps. A sleep and a wake together take about as long."""
 
 
 class PromptSource(Protocol):
@@ -93,9 +95,11 @@ class Rollouter:
         self._evaluator = Evaluator(
             rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
         )
-        self._sleeper = Sleeper(engine, level=settings.sleep_level)
+        self._asleep, self._idle_since_s = False, math.inf  # on the monotonic clock
         self._clock = ActivityClock("idle")
         self._totals = {"groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
+        if settings.sleep_level is not None:
+            self._totals |= {"sleeps": 0.0, "freed_nbytes": 0.0}
         self._scoring: list[PendingGroup] = []
         self._incarnation = weights.incarnation  # of the engine's weights
         self._had_weights = False
@@ -171,7 +175,6 @@ class Rollouter:
         return {
             **totals,
             **self._weights.totals(),
-            **self._sleeper.totals(),
             **seconds,
             "version": float(self.engine.version),
         }
@@ -180,9 +183,9 @@ class Rollouter:
 
     def _update_weights(self) -> None:
         with self._clock.during("update"):
-            self._sleeper.wake(cache=False)
+            self._wake({"weights"})
             updated = self._weights.update()
-            self._sleeper.wake()
+            self._wake()
         self._totals["updates"] += updated
         if updated:
             self._next_request_s = 0.0
@@ -217,9 +220,9 @@ class Rollouter:
             return
         self._leases.refill(room=0 if self._leaving.is_set() else self._room_for_groups())
         if self._leases or self._evaluator.is_waiting or self._generator.pending():
-            if self._sleeper.asleep:
+            if self._asleep:
                 with self._clock.during("sleep"):
-                    self._sleeper.wake()
+                    self._wake()
             self._request_weights()
         if self.engine.version >= 0:
             self._start_evaluation()
@@ -298,8 +301,18 @@ class Rollouter:
         self._progress.send(leases)
 
     def _sleep_if_idle(self) -> None:
+        level, now_s = self._settings.sleep_level, time.monotonic()
         idle = self._had_weights and not (self._generator.pending() or self._leases or self._evaluator.is_waiting)
-        if self._sleeper.is_due(idle=idle):
+        self._idle_since_s = min(self._idle_since_s, now_s) if idle and not self._asleep else math.inf
+        if level is not None and now_s - self._idle_since_s >= SLEEPS_AFTER_S:
             with self._clock.during("sleep"):
-                self._sleeper.sleep()
+                self._totals["freed_nbytes"] += self.engine.sleep(level=level)
+                self._totals["sleeps"] += 1
+                self._asleep, self._idle_since_s = True, math.inf
                 self._weights.release()
+
+    def _wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
+        """Wake the parts ``tags`` of the engine if it sleeps. Blocks."""
+        if self._asleep:
+            self.engine.wake(tags)
+            self._asleep = tags != MEMORY_TAGS

@@ -32,7 +32,7 @@ def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeou
     included. Metrics are ``turns``, ``tool_calls`` and ``tool_errors``. Raises DataError for a tool that cannot be
     loaded or described, and for two tools of one name.
     """
-    functions = _by_name([_load(path) for path in tools])
+    functions = _by_name([load_function(path, key="rollout.workflow_options.tools") for path in tools])
     schemas = [_schema(function) for function in functions.values()]
 
     async def converse(client: PolicyClient, prompt: Prompt) -> Trajectory:
@@ -64,10 +64,6 @@ def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeou
                 return trajectory.finish(metrics=counts, truncated=True)
 
     return converse
-
-
-def _load(path: str) -> Tool:
-    return load_function(path, key="rollout.workflow_options.tools")
 
 
 def _by_name(functions: Sequence[Tool]) -> dict[str, Tool]:

@@ -227,7 +227,8 @@ class AsyncTrainer:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
         if self._trains_policy:
-            metrics |= self._train_policy(parts)
+            train = partial(self.engine.train_batch, loss=self._algorithm.loss)
+            metrics |= self._updated(parts, train, of="actor")
         if self._critic is not None:
             self._for_critic = parts
         return metrics
@@ -258,9 +259,6 @@ class AsyncTrainer:
         if batch.advantages.ndim == 1:  # every row has one token
             batch = replace(batch, advantages=batch.advantages[:, None] * batch.mask)
         return batch
-
-    def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
-        return self._updated(parts, partial(self.engine.train_batch, loss=self._algorithm.loss), of="actor")
 
     def _updated(
         self, parts: Sequence[Batch], train: Callable[[Batch], dict[str, float]], *, of: str

@@ -13,7 +13,8 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
-from hwrl.rollout import Prompt, PromptLease, sleeper
+from hwrl.rollout import Prompt, PromptLease
+from hwrl.rollout.rollouter import SLEEPS_AFTER_S
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, step_until, steps
 
 
@@ -345,7 +346,7 @@ def test_a_sleeping_engine_takes_new_weights_before_it_has_a_cache() -> None:
 def test_an_engine_without_a_level_never_sleeps() -> None:
     engine, desk = DrowsyEngine(), Throttled([])
     rollouter = rollouter_of(desk, engine=engine)
-    waited_until_s = time.monotonic() + 3 * sleeper.AFTER_S
+    waited_until_s = time.monotonic() + 3 * SLEEPS_AFTER_S
     step_until(rollouter, lambda: time.monotonic() > waited_until_s)
     assert not engine.naps
     assert "sleeps" not in rollouter.stats()
