@@ -22,7 +22,7 @@ from hwrl.weights import WeightReceiver, WeightSender
 from hwrl_cpu import INFO, CpuBackend
 
 _HOME = str(Path(hwrl.__file__).parent)
-_WARM_UP, _VERSIONS = 3, 10
+_WARM_UP, _VERSIONS = 3, 60
 
 
 class Calls:

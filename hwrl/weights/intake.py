@@ -119,7 +119,7 @@ class WeightIntake:
         end, stage = self._end_of(receiving.proposal)
         with _ended_with_round(end, receiving), clock(stage):
             try:
-                vote = self._receive(receiving, destination, sums, clock)
+                vote = _receive(end, receiving, destination, sums, clock)
             except CommError as exc:
                 vote = Vote.of_error(exc)
             except BaseException as exc:  # at once, because the other receivers wait for this vote
@@ -149,8 +149,9 @@ class WeightIntake:
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> Proposal | None:
         """Copy a stored version, even while it is being written; return None if a newer one has replaced it."""
-        with clock(self._end_of(receiving.proposal)[1]):
-            vote = self._receive(receiving, destination, sums, clock)
+        end, stage = self._end_of(receiving.proposal)
+        with clock(stage):
+            vote = _receive(end, receiving, destination, sums, clock)
         if vote.kind is VoteKind.TORN:
             return None
         if vote.kind is VoteKind.WHOLE:
@@ -160,12 +161,6 @@ class WeightIntake:
             why=f"the bytes received differ from those written ({vote})",
             fix="publish it again, then receive again",
         )
-
-    def _receive(self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock) -> Vote:
-        clock.forget_spans()
-        destination.begin()
-        theirs = self._end_of(receiving.proposal)[0].receive(receiving, destination, sums, clock)
-        return Vote(VoteKind.TORN, "a newer version replaced it") if theirs is None else sums.compare(theirs)
 
     def abort(self) -> None:
         """Abort all operations under way. Any thread may call this."""
@@ -190,6 +185,15 @@ class WeightIntake:
         if name not in self._ends:
             self._ends[name] = transport.receiver(ReceiverContext(self.channel.store, self._backend, self._slabs))
         return self._ends[name], transport.stage
+
+
+def _receive(
+    end: TransportReceiver, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
+) -> Vote:
+    clock.forget_spans()
+    destination.begin()
+    theirs = end.receive(receiving, destination, sums, clock)
+    return Vote(VoteKind.TORN, "a newer version replaced it") if theirs is None else sums.compare(theirs)
 
 
 @contextlib.contextmanager

@@ -134,17 +134,14 @@ class LinkRegistrations:
 
         A stored version needs no rendezvous.
         """
-        members = [
-            MemberRound(proposal, self.channel, number, name, self._timing, self._cancellation)
-            for number, name in zip(self.members_of(proposal), self.replicas, strict=True)
-            if number is not None
-        ]
         if self.keeps_versions(proposal):
             return True
-        for member in members:
-            self.channel.report_ready(proposal, member.member)
+        members = [pair for pair in zip(self.numbers, self.replicas, strict=True) if pair[0] in proposal.to]
+        for number, _ in members:
+            self.channel.report_ready(proposal, number)
+        first = MemberRound(proposal, self.channel, *members[0], self._timing, self._cancellation)
         with (clock or StageClock())("rendezvous"):
-            return members[0].wait_for_start() is Start.GO
+            return first.wait_for_start() is Start.GO
 
     def next_deadline(self, proposal: Proposal, deadline: float) -> float:
         """Return the later deadline after the aborted ``proposal``, for the sender may need its time for the next one.
