@@ -36,7 +36,7 @@ class Round:
     """
 
     def tell(self, message: Any) -> None:
-        """Send ``message``, once in the round and before ``gather``, to the ranks that :meth:`hear` it."""
+        """Send ``message``, once in the round, to the ranks that :meth:`hear` it. After ``gather`` only rank 0 may."""
 
     def hear(self, ranks: Sequence[int]) -> list[Any]:
         """Block until ``ranks`` have told their messages, and return these. Raise the error of a rank that failed."""
@@ -67,7 +67,7 @@ class Agreement:
     :class:`~hwrl.errors.CheckpointError`.
 
     A rank that fails after its last message may fail alone, because the others do not wait for it then. So do nothing
-    in a block that can fail after ``broadcast`` or, except on rank 0, after ``gather``.
+    in a block that can fail after ``broadcast`` or, except on rank 0 and in :meth:`Round.hear`, after ``gather``.
 
     While a rank is inside a round, it sends heartbeats, and the other ranks in this round wait for it without a limit.
     Outside of a round it sends none. So if a rank enters a round more than ``timeout_s`` after the others, or if it
@@ -150,6 +150,8 @@ class _StoreRound(Round):
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._beat_interval_s = min(1.0, timeout_s / 5)
         self._told = self._sent = self._ended = False
+        self._heard_s: dict[int, float] = {}
+        self._beats: dict[int, int] = {}
 
     def tell(self, message: Any) -> None:
         self._put("told", _encode(message))
@@ -192,8 +194,9 @@ class _StoreRound(Round):
             self._decide(_encode_error(first))
 
     def veto(self, error: BaseException) -> None:
-        """Send ``error`` as this rank's message and propose it as the decision."""
+        """Send ``error`` as both messages of this rank, and propose it as the decision."""
         report = _encode_error(error, rank=self._rank)
+        self._put("told", report)
         self._send(report)
         self._decide(report)
 
@@ -273,15 +276,17 @@ class _StoreRound(Round):
         return _get_text(self._store, f"chosen{rank}", head)
 
     def _wait_for(self, keys: Mapping[str, int]) -> None:
-        """Block until ``keys`` are in the store. Each belongs to one rank; raise an error if this rank falls silent."""
-        heard_s = dict.fromkeys(keys.values(), time.monotonic())
-        beats: dict[int, int] = {}
+        """Block until ``keys`` are in the store. Each belongs to one rank; raise an error if this rank falls silent.
+
+        A rank that was silent in an earlier wait of this round is not waited for again.
+        """
+        heard_s, beats, begun_s = self._heard_s, self._beats, time.monotonic()
         missing = await_keys(self._store, keys, timeout_s=self._beat_interval_s)
         while missing:
             for rank in {keys[key] for key in missing}:
                 beat = self._store.add(f"beat{rank}", 0)
-                if beat != beats.get(rank, 0):
-                    beats[rank], heard_s[rank] = beat, time.monotonic()
+                if beat != beats.get(rank, 0) or rank not in heard_s:
+                    beats[rank], heard_s[rank] = beat, time.monotonic() if beat else begun_s
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
                 raise _silent_error(silent, self._timeout_s)

@@ -55,13 +55,14 @@ class SharedDirectory:
             return None
         with os_errors_as_checkpoint_errors(self.path):
             require_owned(self.path)
+            announced_step = self.own.announced_step
         intact, skipped = find_checkpoints(self.path)
         parts = {info.path.name: info.manifest for info in intact if info.path not in without}
         return {
             "host": socket.gethostname(),
             "intact": {name: [part.save_id, part.node, part.nodes] for name, part in parts.items()},
             "skipped": {item.path.name: item.reason for item in skipped},
-            "announced_step": self.own.announced_step,
+            "announced_step": announced_step,
         }
 
     def inventory(self, ranks: Round) -> Inventory:

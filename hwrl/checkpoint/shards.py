@@ -188,7 +188,8 @@ def assign(plans: Sequence[Sequence[Json]]) -> list[list[int]]:
     holders: dict[tuple[Any, ...], dict[int, int]] = {}
     for rank, entries in enumerate(plans):
         for position, entry in enumerate(entries):
-            holders.setdefault((entry["name"], *entry.get("offsets", ["value"])), {})[rank] = position
+            kind = (entry.get("dtype"), *entry.get("shape", ()))  # if ranks disagree, both are written, and refused
+            holders.setdefault((entry["name"], *kind, *entry.get("offsets", ["value"])), {})[rank] = position
     positions: list[list[int]] = [[] for _ in plans]
     nbytes = [0] * len(plans)
     for held in holders.values():

@@ -1,6 +1,8 @@
 """The rounds of a save on several ranks: how many there are, and when the ranks send their plans."""
 
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import torch
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards
 from hwrl.checkpoint.shards import assign, local_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.errors import CheckpointSaveError
-from hwrl.testing.processes import run_processes
+from hwrl.errors import CheckpointError, CheckpointSaveError
+from hwrl.testing.processes import Processes, run_processes
+from tests.support.speed import slow
 from tests.support.two_nodes import BACKEND, on_ranks, open_manager, save
+
+TIMEOUT_S = slow(4.0)
 
 
 class Reading(DurableFS):
@@ -122,3 +127,63 @@ def test_one_rank_plans_without_a_round(tmp_path: Path) -> None:
             manager.save(step, {"w": torch.full((width,), float(step))})
             found = {"w": torch.zeros(width)}
             assert manager.resume(found) is not None and (found["w"] == step).all()
+
+
+def _refused_on_rank_0(group: Group, directory: Path) -> tuple[float, str]:
+    with open_manager(group, directory, timeout_s=60.0) as manager:
+        begun_s = time.monotonic()
+        with pytest.raises(CheckpointSaveError) as caught:
+            manager.save(1, {"w": torch.ones(2)}, extra={} if group.rank else {"a": (1, 2)})
+        waited_s = time.monotonic() - begun_s
+        save(manager, group, 2)
+        return waited_s, str(caught.value)
+
+
+def test_a_refusal_on_rank_0_is_heard_by_the_leaders_of_all_nodes(tmp_path: Path) -> None:
+    for waited_s, text in on_ranks(_refused_on_rank_0, 2, tmp_path):
+        assert "extra" in text and "no answer" not in text
+        assert waited_s < 50.0, "a leader waited for rank 0 until the time was up"
+
+
+def _save_differing(rank: int, address: str, directory: Path) -> str:
+    with (
+        Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2) as group,
+        open_manager(group, directory, max_ckpt_to_keep=1) as manager,
+    ):
+        manager.save(1, {"same": torch.ones(2)})
+        with pytest.raises(CheckpointSaveError) as caught:
+            manager.save(2, {"same": torch.ones(2, dtype=torch.float16 if rank else torch.float32)})
+        found = {"same": torch.zeros(2)}
+        assert manager.resume(found) is not None and found["same"].tolist() == [1.0, 1.0]
+        return str(caught.value)
+
+
+def test_a_tensor_of_another_dtype_on_one_rank_is_refused_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    store = serve_store()
+    for text in run_processes(_save_differing, 2, store_address(store), tmp_path):
+        assert "'same' is torch.float32 [2] in one entry and torch.float16 [2] in another" in text
+
+
+class Dying(DurableFS):
+    """Ends the process of rank 1 when it writes its first file."""
+
+    def before(self, operation: str, path: Path) -> None:
+        if path.name.startswith("__1_"):
+            os._exit(1)
+
+
+def _lose_a_writer(rank: int, address: str, directory: Path) -> float:
+    group = Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=2, name="all")
+    manager = open_manager(group, directory, fs=Dying(), timeout_s=TIMEOUT_S)
+    begun_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="no answer from rank 1"):
+        manager.save(1, {f"own{rank}": torch.ones(2)})
+    return time.monotonic() - begun_s
+
+
+def test_a_rank_that_is_lost_while_it_writes_costs_its_timeout_once(tmp_path: Path) -> None:
+    store = serve_store()
+    with Processes(_lose_a_writer, 2, store_address(store), tmp_path) as processes:
+        result = processes.wait(0)
+    assert result.error is None, result.error
+    assert result.value < 1.8 * TIMEOUT_S
