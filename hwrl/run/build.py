@@ -326,7 +326,8 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
     if config.train.ranks == 1:
         return None
     ranks_store = PrefixStore(f"train/{incarnation}", store)
-    return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
+    timeout_s = 600.0 + 2 * _transfer_timeout_s(config)  # in it they wait while rank 0 waits for replicas
+    return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks, timeout_s=timeout_s)
 
 
 def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:

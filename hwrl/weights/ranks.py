@@ -66,8 +66,12 @@ def exchange(group: Group, message: Any = None) -> Any:
 
 def _broadcast(group: Group, raw: bytes, nbytes: int) -> bytes:
     words = torch.frombuffer(bytearray(raw.ljust(nbytes, b"\0")), dtype=torch.uint8).to(group.backend.device())
-    group.broadcast(words, src=0)
-    return bytes(words.tolist()) if group.rank else raw
+    pending = group.broadcast(words, src=0, async_op=True)
+    if group.rank == 0:
+        pending.wait()
+        return raw
+    pending.complete()  # not only queued on a stream: rank 0 may be dead
+    return bytes(words.tolist())
 
 
 def on_rank_0(

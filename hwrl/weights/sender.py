@@ -162,7 +162,7 @@ class WeightSender:
             if isinstance(weights, Iterator):
                 drain(weights)
         self.version = report["version"]
-        return TransferReport(**report)
+        return TransferReport(**report | {"left_out": tuple(report["left_out"])})
 
     def _follow(self, weights: Weights, number: int) -> Exception | None:
         assert self._follower is not None, "only ranks above 0 follow"
@@ -196,7 +196,7 @@ class WeightSender:
 
         The next ``publish`` sends them its version, even if it is the newest one again. Always empty with the host
         transport, because its receivers fetch stored versions by themselves. Only rank 0 knows them; others return
-        nothing, too.
+        nothing, too: share rank 0's answer before all ranks publish, or none does.
         """
         if self._follower is not None or self.keeps_versions:
             return ()
@@ -307,8 +307,11 @@ class WeightSender:
         source = self._as_source(weights)
         if self._link is not None or not isinstance(weights, Iterator):
             return source
-        read = source if self.group is None else read_together(self.group, source)
-        return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in map(checked_pair, read)])
+        read = iter(source) if self.group is None else read_together(self.group, source)
+        try:
+            return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in map(checked_pair, read)])
+        finally:
+            drain(read)  # before the other ranks hear of an error: they read to the end
 
     def _as_source(self, weights: Weights) -> WeightSource:
         if not isinstance(weights, Iterator):

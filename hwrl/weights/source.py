@@ -194,8 +194,8 @@ def drain(weights: Iterator[NamedTensor]) -> None:
 def _described(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
     for name, tensor in named:
-        whole = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-        yield name, tensor if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_shard = isinstance(tensor, DTensor | WeightShard)
+        yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_shard else tensor
 
 
 def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:

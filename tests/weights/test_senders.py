@@ -273,13 +273,14 @@ class _Announced:
     rank, size, backend = 1, 2, CpuBackend(INFO)
     announced = 0
 
-    def broadcast(self, words: torch.Tensor, *, src: int) -> None:
+    def broadcast(self, words: torch.Tensor, *, src: int, async_op: bool) -> Any:
         self.announced += 1
         assert self.announced == 1, "it follows a rank that waits for its shards"
         text = json.dumps({"read": 7}).encode()
         words.copy_(
             torch.frombuffer(bytearray((len(text).to_bytes(8, "big") + text).ljust(len(words))), dtype=torch.uint8)
         )
+        return SimpleNamespace(complete=lambda: None)
 
 
 def test_a_rank_that_reads_nothing_ends_at_once(store: Any) -> None:
