@@ -5,6 +5,7 @@ All of this is in the driver. ``fleet.trainers.all.step(...)`` calls ``TrainerRa
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 from hwrl.discovery import get_backend
@@ -31,8 +32,7 @@ def run_training(config: Config, view: View) -> Summary:
     the start, and while the run returns to a checkpoint. Raises the HwrlError that restarting a process cannot fix.
     """
     get_backend()  # raises, before anything starts, if no backend can run here
-    # Do not raise in a signal handler while Ray starts: in a fork hook Python discards the exception, and some of Ray's
-    # processes would stay.
+    # No signal handler may raise while Ray starts: in a fork hook Python drops the error, and processes stay.
     interrupts = Interrupts(view.log, defer_message="stopping as soon as Ray has started" if is_local() else None)
     with (
         claimed_directory(config),
@@ -51,8 +51,8 @@ def run_training(config: Config, view: View) -> Summary:
 class RunLoop:
     """The loop over the training steps of one run. ``interrupts`` ends it between two steps.
 
-    If a trainer rank dies, at any point, all ranks start again from the last checkpoint. Whatever error ends the run,
-    the finished steps are saved first. All processes end in any case; errors meanwhile are notes on the first one.
+    If a trainer rank dies, all ranks start again from the last checkpoint. Whatever error ends the run, finished steps
+    are saved first. All processes end in any case; errors meanwhile are notes on the first one.
     """
 
     def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
@@ -65,16 +65,16 @@ class RunLoop:
 
     def run(self) -> Summary:
         """Train until all steps are done or a signal is pending, end all processes, and return the summary."""
-        error: BaseException | None = None
         try:
             return self._train()
         except BaseException as exc:
-            error, self._status = exc, "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+            self._status = "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
             self._progress.save_before(exc)
             for sentence in self._fleet.replicas.repeated_deaths():
                 exc.add_note(sentence)
             raise
         finally:
+            error = sys.exception()  # a second signal, if it has ended the save
             ends = [partial(self._fleet.close, after=error), partial(self._recorder.close, self._status)]
             attempt_all(*ends, after=error)
 

@@ -132,7 +132,8 @@ class Progress:
         else:
             batch = None
         if finished != self.step:
-            return "the step under way had changed the weights in part"
+            back = "the step under way had changed the weights in part"
+            return back if finished is None else f"the trainers had returned to step {finished}"
         if self.saved_step < self.step:
             try:
                 self._fleet.trainers.all.save(self._ledger_state)

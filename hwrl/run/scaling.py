@@ -41,7 +41,9 @@ def pending_request(directory: Path) -> dict[str, Any] | None:
 
 
 def answer_request(directory: Path, request: dict[str, Any], *, text: str = "", error: HwrlError | None = None) -> None:
-    """Write the answer to ``request``. If the write fails, its sender gets no answer."""
+    """Write the answer to ``request``, unless another request has replaced it. If that fails, it gets no answer."""
+    if (_read(directory) or request).get("id") != request.get("id"):
+        return
     parts = None if error is None else {"what": error.what, "why": error.why, "fix": error.fix}
     with suppress(OSError):
         _write(directory, {**request, "answer": text, "error": parts})
@@ -75,7 +77,7 @@ def request_replicas(directory: Path, replicas: int, *, timeout_s: float = 30.0)
         why, fix = "another command has written its own request", "look at the log of the run, and try again"
     elif "answer" not in content:
         why = f"it did not answer within {timeout_s:g} s; it may still be starting"
-        fix = "look at its log, and try again; the request is withdrawn"
+        fix = "look at its log, and try again; the request is withdrawn, unless the log tells of it"
     elif isinstance(error := content["error"], dict):
         raise RunDirectoryError(f"the run refused: {error['what']}", why=str(error["why"]), fix=str(error["fix"]))
     else:
@@ -99,7 +101,13 @@ def _check_runs(directory: Path) -> None:
 
 
 def _write(directory: Path, content: dict[str, Any]) -> None:
-    DurableFS().replace_file(directory / SCALE, json.dumps(content).encode())
+    draft = directory / f".tmp_{SCALE}.{uuid.uuid4().hex}"  # two commands may write at a time
+    try:
+        DurableFS().write_file(draft, json.dumps(content).encode())
+        draft.replace(directory / SCALE)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def _read(directory: Path) -> dict[str, Any] | None:

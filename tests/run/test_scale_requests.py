@@ -109,3 +109,23 @@ def test_junk_is_removed(tmp_path: Path, junk: str) -> None:
 def test_a_link_is_no_request(tmp_path: Path) -> None:
     (tmp_path / SCALE).symlink_to("/dev/zero")
     assert pending_request(tmp_path) is None
+
+
+def test_a_request_that_comes_meanwhile_is_not_answered_for_the_one_before(tmp_path: Path) -> None:
+    request_in(tmp_path, '{"id": "2", "replicas": 3}')
+    answer_request(tmp_path, {"id": "1", "replicas": 2}, text="2 replicas")
+    assert pending_request(tmp_path) == {"id": "2", "replicas": 3}
+
+
+def test_a_request_whose_answer_cannot_be_written_is_carried_out_once(tmp_path: Path) -> None:
+    carried_out: list[Any] = []
+    fleet = Fleet.__new__(Fleet)
+    quiet = SimpleNamespace(update=lambda: None, unresponsive=dict)
+    replicas = SimpleNamespace(replace_stuck=lambda: None, start_pending=lambda: None)
+    vars(fleet).update(_config=config_of(tmp_path), _monitor=quiet, replicas=replicas, _has_begun=True, _scaled_id=None)
+    vars(fleet).update(carry_out=carried_out.append)
+    for number in ("1", "1", "2"):
+        request_in(tmp_path, json.dumps({"id": number, "replicas": 2}))
+        vars(fleet).update(_checked_s=-1e9)
+        fleet._check_processes()
+    assert [request["id"] for request in carried_out] == ["1", "2"]
