@@ -40,7 +40,7 @@ GlooLink: TypeAlias = tuple[Address, Address]
 _Read = TypeVar("_Read")
 _making_device = threading.Lock()
 _ATTEMPTS = 5
-_NOTICE_S = 1.0
+_NOTICE_S = 5.0
 """How long an abort waits, after the first step of the shutdown, until Gloo has closed the sockets."""
 # Concurrent operations. With torch's default of 2, a stream of 16 MB broadcasts waits for handshakes: 5 % slower.
 _THREADS = 4
