@@ -364,7 +364,8 @@ def test_several_senders_need_a_group_of_as_many_ranks(store: Any) -> None:
 
 
 def test_several_senders_take_no_iterator(store: Any) -> None:
-    group: Any = SimpleNamespace(rank=0, size=2, backend=CpuBackend(INFO), broadcast=lambda words, src: None)
+    done = SimpleNamespace(wait=lambda: None)
+    group: Any = SimpleNamespace(rank=0, size=2, backend=CpuBackend(INFO), broadcast=lambda words, **_: done)
     with (
         sender_of(store, group=group, senders=2) as sender,
         pytest.raises(ConfigError, match="cannot share an iterator"),
