@@ -146,4 +146,5 @@ def main(directory: str, steps: int = 60) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    is_call = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])) if is_call else __doc__)  # type: ignore[func-returns-value]
