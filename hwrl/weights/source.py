@@ -178,7 +178,7 @@ class _ModuleWeights:
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def drain(weights: Iterator[NamedTensor]) -> None:
+def drain(weights: Iterator[object]) -> None:
     """Read ``weights`` to their end and drop them. An error is logged, not raised.
 
     Making the tensors may be a collective operation, and other ranks would wait forever for one that stops early.
@@ -304,12 +304,17 @@ def gather_weights(
     ahead: collections.deque[_Gathering] = collections.deque()
     limit = 0 if group is None else AHEAD_NBYTES  # a single rank has no traffic to overlap
     under_way = 0
-    for name, tensor in named:
-        ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))
-        under_way += ahead[-1].nbytes
-        while under_way > limit:
-            under_way -= ahead[0].nbytes
-            yield from _finish(ahead.popleft(), parts)
+    try:
+        for name, tensor in named:
+            ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))
+            under_way += ahead[-1].nbytes
+            while under_way > limit:
+                under_way -= ahead[0].nbytes
+                yield from _finish(ahead.popleft(), parts)
+    except Exception:
+        if isinstance(named, Iterator):  # the ranks may make the rest together
+            drain(named)
+        raise
     while ahead:
         yield from _finish(ahead.popleft(), parts)
 

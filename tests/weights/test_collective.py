@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hwrl.comm import Comm, connect_store, serve_store, store_address
-from hwrl.errors import CommAbortedError, TransferFailedError, WeightsError
+from hwrl.errors import CommAbortedError, TransferFailedError
 from hwrl.testing.processes import run_processes
 from hwrl.weights import PolicySender, WeightReceiver, WeightSender, WeightSource
 from hwrl_cpu import INFO, CpuBackend
@@ -92,16 +92,17 @@ def _make_together(rank: int, address: str) -> Any:
     store, backend, made = connect_store(address), CpuBackend(INFO), []
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
 
-        def tensors(*, refused: Any = None) -> Iterator[tuple[Any, torch.Tensor]]:
+        def tensors(*, refused: Any = None) -> Iterator[Any]:
             for number in range(5):
                 tensor = torch.ones(2000)
                 group.all_reduce(tensor)
-                yield refused if refused is not None and number == 1 else f"t{number}", tensor
+                yield refused if refused is not None and number == 1 else (f"t{number}", tensor)
             made.append(rank)
 
         with WeightSender(store, group=group, backend=backend) as sender:
-            with pytest.raises(CommAbortedError if rank else WeightsError, match="have no names"):
-                sender.publish(1, tensors(refused=17 if rank == 0 else None))
+            for refused in ((17, torch.ones(2)), ("t1", torch.ones(2).to_sparse()), ("t1", None)):
+                with pytest.raises(CommAbortedError if rank else Exception, match=r"names|sparse|Sparse|NoneType"):
+                    sender.publish(1, tensors(refused=refused if rank == 0 else None))
             for _ in range(2):  # nobody receives them
                 assert sender.publish(1, tensors(), again=True).receivers == 0
             with pytest.raises(CommAbortedError if rank else TransferFailedError, match="version 0"):
@@ -111,7 +112,7 @@ def _make_together(rank: int, address: str) -> Any:
 
 def test_an_iterator_is_read_to_its_end_on_every_rank_whatever_happens() -> None:
     served = serve_store()
-    assert run_processes(_make_together, 2, store_address(served)) == [[0] * 4, [1] * 4]
+    assert run_processes(_make_together, 2, store_address(served)) == [[0] * 6, [1] * 6]
 
 
 def _send_adapters(rank: int, address: str) -> Any:
