@@ -22,67 +22,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names
+from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
-    from hwrl.run.cluster.placement import machine_devices
-    from hwrl.run.cluster.ray_session import ray_cluster
-    from hwrl.run.config import Config, dump_config, load_config
-    from hwrl.run.demo import write_demo
-    from hwrl.run.inputs import check_inputs
-    from hwrl.run.interrupts import Interrupts
-    from hwrl.run.ledger import LedgerActor, start_ledger
-    from hwrl.run.loop import run_training
-    from hwrl.run.remote import Remote
-    from hwrl.run.report import LiveView, Metrics, PlainView, make_view, read_lines, read_metrics
-    from hwrl.run.report.bottleneck import busy_shares
-    from hwrl.run.report.summary import Summary
+    from hwrl.run.cluster.placement import machine_devices as machine_devices
+    from hwrl.run.cluster.ray_session import ray_cluster as ray_cluster
+    from hwrl.run.config import Config as Config
+    from hwrl.run.config import dump_config as dump_config
+    from hwrl.run.config import load_config as load_config
+    from hwrl.run.demo import write_demo as write_demo
+    from hwrl.run.inputs import check_inputs as check_inputs
+    from hwrl.run.interrupts import Interrupts as Interrupts
+    from hwrl.run.ledger import LedgerActor as LedgerActor
+    from hwrl.run.ledger import start_ledger as start_ledger
+    from hwrl.run.loop import run_training as run_training
+    from hwrl.run.remote import Remote as Remote
+    from hwrl.run.report import LiveView as LiveView
+    from hwrl.run.report import Metrics as Metrics
+    from hwrl.run.report import PlainView as PlainView
+    from hwrl.run.report import make_view as make_view
+    from hwrl.run.report import read_lines as read_lines
+    from hwrl.run.report import read_metrics as read_metrics
+    from hwrl.run.report.bottleneck import busy_shares as busy_shares
+    from hwrl.run.report.summary import Summary as Summary
+    from hwrl.run.settings import make_ledger as make_ledger
 
-_MODULE_OF = {
-    "Config": "config",
-    "Interrupts": "interrupts",
-    "LedgerActor": "ledger",
-    "LiveView": "report",
-    "Metrics": "report",
-    "PlainView": "report",
-    "Remote": "remote",
-    "Summary": "report.summary",
-    "busy_shares": "report.bottleneck",
-    "check_inputs": "inputs",
-    "dump_config": "config",
-    "load_config": "config",
-    "machine_devices": "cluster.placement",
-    "make_view": "report",
-    "ray_cluster": "cluster.ray_session",
-    "read_lines": "report",
-    "read_metrics": "report",
-    "run_training": "loop",
-    "start_ledger": "ledger",
-    "write_demo": "demo",
-}
-"""The module of each public name. It is imported when the name is first used, because some import torch or Ray."""
-
-__all__ = [
-    "Config",
-    "Interrupts",
-    "LedgerActor",
-    "LiveView",
-    "Metrics",
-    "PlainView",
-    "Remote",
-    "Summary",
-    "busy_shares",
-    "check_inputs",
-    "dump_config",
-    "load_config",
-    "machine_devices",
-    "make_view",
-    "ray_cluster",
-    "read_lines",
-    "read_metrics",
-    "run_training",
-    "start_ledger",
-    "write_demo",
-]
+_MODULE_OF = names_of_modules(
+    {
+        "cluster.placement": "machine_devices",
+        "cluster.ray_session": "ray_cluster",
+        "config": "Config dump_config load_config",
+        "demo": "write_demo",
+        "inputs": "check_inputs",
+        "interrupts": "Interrupts",
+        "ledger": "LedgerActor start_ledger",
+        "loop": "run_training",
+        "remote": "Remote",
+        "report": "LiveView Metrics PlainView make_view read_lines read_metrics",
+        "report.bottleneck": "busy_shares",
+        "report.summary": "Summary",
+        "settings": "make_ledger",
+    }
+)
+__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hwrl.errors import EngineError, HwrlError
 from hwrl.interfaces import PromptGroup, Span
-from hwrl.rollout import PromptLease, PromptLedger, UntrainedPrompts, has_variance
+from hwrl.rollout import PromptLease, UntrainedPrompts
 from hwrl.run.config import Config
 from hwrl.run.monitor import ProcessMonitor, Timeout
 from hwrl.run.remote import (
@@ -33,6 +33,7 @@ from hwrl.run.remote import (
     value_of,
     why_died,
 )
+from hwrl.run.settings import make_ledger
 
 LEDGER = "the ledger"
 """The name of the ledger's process in log lines."""
@@ -60,21 +61,6 @@ class BatchInfo:
 
 EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before the first prompt. ``owed``: leased prompts that are not yet trained, filtered or failed."""
-
-
-def make_ledger(config: Config) -> PromptLedger:
-    """Return the empty prompt ledger of a run."""
-    return PromptLedger(
-        groups_per_version=config.groups_per_version,
-        max_staleness=config.async_training.staleness_threshold,
-        total_groups=config.train.steps * config.train.batch_groups,
-        lead_groups=config.lead_groups,
-        group_timeout_s=config.rollout.group_timeout_s,
-        max_attempts=config.rollout.max_attempts,
-        max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
-        teaches=has_variance if config.algorithm.filter_groups else None,
-        max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
-    )
 
 
 class ForgottenReplica(NamedTuple):

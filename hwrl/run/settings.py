@@ -1,14 +1,17 @@
-"""Translate the configuration of a run into the settings of its engines."""
+"""Translate the configuration of a run into the settings of its engines, and into its ledger. Does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from hwrl.interfaces import EngineSettings, RolloutSettings, Sampling
+from hwrl.rollout import PromptLedger, has_variance
 from hwrl.run.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -75,4 +78,21 @@ def rollout_sampling(config: Config) -> Sampling:
 
 def compute_dtype(config: Config) -> torch.dtype:
     """Return the dtype of the forward and backward passes, of rollout, and of the exported model."""
+    import torch
+
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+
+
+def make_ledger(config: Config, *, further_steps: int = 0) -> PromptLedger:
+    """Return the empty prompt ledger of a run, with prompts for ``further_steps`` after its last one."""
+    return PromptLedger(
+        groups_per_version=config.groups_per_version,
+        max_staleness=config.async_training.staleness_threshold,
+        total_groups=(config.train.steps + further_steps) * config.train.batch_groups,
+        lead_groups=config.lead_groups,
+        group_timeout_s=config.rollout.group_timeout_s,
+        max_attempts=config.rollout.max_attempts,
+        max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
+        teaches=has_variance if config.algorithm.filter_groups else None,
+        max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
+    )

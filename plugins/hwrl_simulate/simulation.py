@@ -23,8 +23,8 @@ import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout import PromptLedger, has_variance
-from hwrl.run import Config, Metrics
+from hwrl.rollout import PromptLedger
+from hwrl.run import Config, Metrics, make_ledger
 from hwrl_simulate.events import EventQueue
 from hwrl_simulate.fleet import SimulatedFleet
 from hwrl_simulate.replica import SimulatedReplica
@@ -80,17 +80,7 @@ def _endless_ledger(config: Config) -> PromptLedger:
     """Return a ledger whose stream of prompts does not end before the last step of ``config``, whatever the lead."""
     limits = config.async_training
     further = (limits.staleness_threshold + 1) * limits.trigger_parameter_sync_step
-    return PromptLedger(
-        groups_per_version=config.groups_per_version,
-        max_staleness=limits.staleness_threshold,
-        total_groups=(config.train.steps + further) * config.train.batch_groups,
-        lead_groups=config.lead_groups,
-        group_timeout_s=config.rollout.group_timeout_s,
-        max_attempts=config.rollout.max_attempts,
-        max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
-        teaches=has_variance if config.algorithm.filter_groups else None,
-        max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
-    )
+    return make_ledger(config, further_steps=further)
 
 
 class _Simulation:
