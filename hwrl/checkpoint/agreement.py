@@ -280,13 +280,15 @@ class _StoreRound(Round):
 
         A rank that was silent in an earlier wait of this round is not waited for again.
         """
-        heard_s, beats, begun_s = self._heard_s, self._beats, time.monotonic()
+        heard_s, beats = self._heard_s, self._beats
+        for rank in keys.values():
+            heard_s.setdefault(rank, time.monotonic())
         missing = await_keys(self._store, keys, timeout_s=self._beat_interval_s)
         while missing:
             for rank in {keys[key] for key in missing}:
                 beat = self._store.add(f"beat{rank}", 0)
-                if beat != beats.get(rank, 0) or rank not in heard_s:
-                    beats[rank], heard_s[rank] = beat, time.monotonic() if beat else begun_s
+                if beat != beats.get(rank, 0):
+                    beats[rank], heard_s[rank] = beat, time.monotonic()
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
                 raise _silent_error(silent, self._timeout_s)
