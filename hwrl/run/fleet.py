@@ -97,7 +97,7 @@ class Fleet:
             log=log,
         )
         self._has_begun = False
-        self._scaled_id: Any = None
+        self._scaled = ""  # the id of the last request of `hwrl scale`
         self._postponed: Exception | None = None
 
     def _setup_of(self, process: str) -> ProcessSetup:
@@ -238,9 +238,8 @@ class Fleet:
                 raise TrainerDiedError(f"{self._monitor.locate(name)}: {reason}")
         self.replicas.replace_stuck()
         self.replicas.start_pending()
-        request = pending_request(self._config.dir) if self._has_begun else None
-        if request is not None and request.get("id") != self._scaled_id:  # again, if its answer could not be written
-            self._scaled_id = request.get("id")
+        if self._has_begun and (request := pending_request(self._config.dir, carried_out=self._scaled)) is not None:
+            self._scaled = request["id"]
             self.carry_out(request)
 
     def carry_out(self, request: dict[str, Any]) -> None:

@@ -24,17 +24,17 @@ _MOST_NBYTES = 1 << 16
 _LOOK_S = 0.1
 
 
-def pending_request(directory: Path) -> dict[str, Any] | None:
+def pending_request(directory: Path, *, carried_out: str = "") -> dict[str, Any] | None:
     """Return the request in ``directory`` if it has no answer yet: its ``id`` and the number of ``replicas``.
 
-    Removes an invalid one. Does not block.
+    Removes an invalid one. ``carried_out`` is the id of the last request: its answer may have failed. Does not block.
     """
     request = _read(directory)
     if request is None or "answer" in request:
         return None
-    replicas = request.get("replicas")
-    if type(replicas) is int and 0 < replicas <= MOST_PROCESSES:
-        return request
+    replicas, name = request.get("replicas"), request.get("id")
+    if type(replicas) is int and 0 < replicas <= MOST_PROCESSES and isinstance(name, str):
+        return None if name == carried_out else request
     with suppress(OSError):
         (directory / SCALE).unlink()
     return None
@@ -42,7 +42,7 @@ def pending_request(directory: Path) -> dict[str, Any] | None:
 
 def answer_request(directory: Path, request: dict[str, Any], *, text: str = "", error: HwrlError | None = None) -> None:
     """Write the answer to ``request``, unless another request has replaced it. If that fails, it gets no answer."""
-    if (_read(directory) or request).get("id") != request.get("id"):
+    if (_read(directory) or request).get("id") != request["id"]:
         return
     parts = None if error is None else {"what": error.what, "why": error.why, "fix": error.fix}
     with suppress(OSError):

@@ -100,7 +100,19 @@ def test_of_two_commands_the_last_one_counts_and_the_other_says_so(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hwrl.lock", "config.yaml"]
 
 
-@pytest.mark.parametrize("junk", ["", "[]", '{"replica": 2}', '{"replicas": 0}', '{"replicas": true}'])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        "",
+        "[]",
+        '{"replica": 2}',
+        '{"replicas": 0}',
+        '{"replicas": true}',
+        '{"id": "1", "replicas": 0}',
+        '{"id": "1", "replicas": true}',
+        '{"id": 1, "replicas": 2}',
+    ],
+)
 def test_junk_is_removed(tmp_path: Path, junk: str) -> None:
     request_in(tmp_path, junk)
     assert pending_request(tmp_path) is None and list(tmp_path.iterdir()) == []
@@ -117,15 +129,7 @@ def test_a_request_that_comes_meanwhile_is_not_answered_for_the_one_before(tmp_p
     assert pending_request(tmp_path) == {"id": "2", "replicas": 3}
 
 
-def test_a_request_whose_answer_cannot_be_written_is_carried_out_once(tmp_path: Path) -> None:
-    carried_out: list[Any] = []
-    fleet = Fleet.__new__(Fleet)
-    quiet = SimpleNamespace(update=lambda: None, unresponsive=dict)
-    replicas = SimpleNamespace(replace_stuck=lambda: None, start_pending=lambda: None)
-    vars(fleet).update(_config=config_of(tmp_path), _monitor=quiet, replicas=replicas, _has_begun=True, _scaled_id=None)
-    vars(fleet).update(carry_out=carried_out.append)
-    for number in ("1", "1", "2"):
-        request_in(tmp_path, json.dumps({"id": number, "replicas": 2}))
-        vars(fleet).update(_checked_s=-1e9)
-        fleet._check_processes()
-    assert [request["id"] for request in carried_out] == ["1", "2"]
+def test_a_request_whose_answer_could_not_be_written_is_not_carried_out_again(tmp_path: Path) -> None:
+    path = request_in(tmp_path)
+    assert pending_request(tmp_path, carried_out="1") is None and path.exists()
+    assert pending_request(tmp_path, carried_out="0") == {"id": "1", "replicas": 2}
