@@ -91,8 +91,7 @@ class CopyDestination:
         self._constants, self._device = constants, backend.device()
         by_entry = _rules_by_entry(layout, rules, backend.device())
         self._copies = [self._plan(layout, slab, by_entry) for slab in layout.slabs]
-        largest = max((slab.nbytes for slab in layout.slabs), default=0)
-        self.slots: int | None = ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes)
+        self.slots: int | None = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
         self._ring = SlabRing(layout, backend=backend, slabs=self.slots)
 
     @classmethod

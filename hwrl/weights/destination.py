@@ -57,7 +57,7 @@ def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) 
 
 def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
     """Return the most bytes of the ring of a receiver with ``into`` or a loader. A double buffer has no ring."""
-    largest = max((slab.nbytes for slab in layout.slabs), default=0)
+    largest = layout.largest_slab_nbytes
     return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))
 
 

@@ -167,6 +167,11 @@ class WeightLayout:
         return self.slabs[-1].offset + self.slabs[-1].nbytes if self.slabs else 0
 
     @functools.cached_property
+    def largest_slab_nbytes(self) -> int:
+        """The size of the largest slab; 0 without slabs."""
+        return max((slab.nbytes for slab in self.slabs), default=0)
+
+    @functools.cached_property
     def payload_nbytes(self) -> int:
         """The bytes of the tensors themselves, counting tied tensors once."""
         return sum(entry.nbytes for entry in self.entries if entry.alias_of is None)

@@ -22,5 +22,4 @@ def receiver_nbytes(layout: WeightLayout, *, keeps_old: bool) -> int:
 
 
 def _ring(layout: WeightLayout) -> int:
-    largest = max((slab.nbytes for slab in layout.slabs), default=0)
-    return largest * min(_SLABS, len(layout.slabs))
+    return layout.largest_slab_nbytes * min(_SLABS, len(layout.slabs))

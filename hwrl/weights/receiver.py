@@ -38,7 +38,8 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
 
-_TIMING = ReceiverTiming()
+TIMING = ReceiverTiming()
+"""How often and how long receivers wait, unless the caller says otherwise."""
 
 
 class Received(Mapping[str, torch.Tensor]):
@@ -99,7 +100,7 @@ class WeightReceiver:
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
-        timing: ReceiverTiming = _TIMING,
+        timing: ReceiverTiming = TIMING,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         backend = backend_or_default(backend)
@@ -306,8 +307,7 @@ def _destination_factory(
         if into is not None:
             return CopyDestination.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
         if loader is not None:
-            largest = max((slab.nbytes for slab in layout.slabs), default=0)
-            slots = ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes)
+            slots = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
             return TensorStream(layout, loader, backend=backend, slots=slots)
         return DoubleBuffer(layout, backend=backend)
 

@@ -311,7 +311,7 @@ class SlabRing:
 
 
 def _slot_nbytes(layout: WeightLayout) -> int:
-    largest = max((slab.nbytes for slab in layout.slabs), default=0)
+    largest = layout.largest_slab_nbytes
     return largest + -largest % max(INTEGERS)  # so that it can be viewed as any dtype
 
 

@@ -12,11 +12,9 @@ from hwrl.errors import CommAbortedError
 from hwrl.interfaces import Backend
 from hwrl.weights.destination import RING_NBYTES
 from hwrl.weights.layout import NamedTensor
-from hwrl.weights.receiver import Received, WeightReceiver
+from hwrl.weights.receiver import TIMING, Received, WeightReceiver
 from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
-
-_TIMING = ReceiverTiming()
 
 
 class IncomingVersion:
@@ -134,7 +132,7 @@ class StreamReceiver:
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
-        timing: ReceiverTiming = _TIMING,
+        timing: ReceiverTiming = TIMING,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         self._backend = backend_or_default(backend)

@@ -74,8 +74,8 @@ class ModelLoading:
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             return CopyDestination(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
-        largest = max((slab.nbytes for slab in layout.slabs), default=0)
-        return TensorStream(layout, self._reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
+        slots = ring_slots(layout.largest_slab_nbytes, slabs=_SLABS)
+        return TensorStream(layout, self._reload, backend=backend, slots=slots)
 
     def stage(self, layout: WeightLayout) -> Destination:
         """Return memory beside the model as the destination for one version of ``layout``.
