@@ -29,13 +29,8 @@ class Progress:
         *,
         log: Callable[[str], None],
     ) -> None:
-        self._config, self._fleet, self._recorder, self._interrupts, self._log = (
-            config,
-            fleet,
-            recorder,
-            interrupts,
-            log,
-        )
+        self._config, self._fleet, self._recorder = config, fleet, recorder
+        self._interrupts, self._log = interrupts, log
         self._ledger_state = EMPTY_LEDGER  # of the last finished step
         self._open_batch: BatchInfo | None = None  # of the step that is being trained
         self.step = self.saved_step = self._restored_step = 0
