@@ -18,10 +18,10 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class AbortableGroups:
     """The groups of one backend object, with the listening addresses of each."""
 
     def __init__(self) -> None:
-        self._addresses: WeakKeyDictionary[Any, Addresses] = WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Any, tuple[Any, Addresses]] = weakref.WeakKeyDictionary()
 
     def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         """Return a group for :meth:`abort`; blocks until all ranks are connected. Raises CommError for a stranger."""
@@ -69,12 +69,12 @@ class AbortableGroups:
         group = dist.ProcessGroup(store, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._addresses[group] = addresses
+        self._groups[group] = gloo, addresses
         return group
 
     def abort(self, group: dist.ProcessGroup) -> None:
         """Shut down this process's sockets of ``group``; blocked operations fail at once, here and at the peers."""
-        addresses = self._addresses.pop(group, None)
+        gloo, addresses = self._groups.pop(group, (None, None))
         if addresses is None:
             raise UnsupportedError(
                 "cannot abort this process group",
@@ -86,6 +86,18 @@ class AbortableGroups:
         while any(_links(addresses)) and time.monotonic() < deadline_s:
             time.sleep(0.001)
         _shut_down(addresses, socket.SHUT_RDWR)
+        threading.Thread(target=_end, args=(weakref.ref(group), [gloo]), name="hwrl-gloo-end", daemon=True).start()
+
+
+def _end(group: weakref.ref[Any], gloo: list[Any]) -> None:
+    """Free ``gloo``, of the aborted ``group``, after that is freed: in this thread, because it may block.
+
+    Gloo forgets an operation whose write fails before it sees that the peer has left. It ends at its timeout only.
+    """
+    while group() is not None:
+        time.sleep(0.02)
+    time.sleep(0.1)  # the group's part in C++ is freed just after its references
+    gloo.clear()
 
 
 def _connect(store: Store, *, rank: int, size: int, timeout: timedelta) -> tuple[Any, Addresses]:

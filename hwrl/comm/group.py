@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ DECISION = "decision"
 CALLED_OFF = "called off"
 _MADE, _MISSING = "made", "missing"
 _LOOK_S = 0.2  # how often rank 0 looks at that key while it waits for the others
+_WAIT_S = 0.5  # how often a wait for the host's library looks for an abort
+_PAIRWISE = ("send", "recv")
 
 
 class TorchPending(Pending):
@@ -39,7 +42,7 @@ class TorchPending(Pending):
         if self._work is None:
             return
         try:
-            self._group._await_work(self._work)
+            self._group._wait(self._work, self._operation)
         except RuntimeError as exc:
             raise self._group._failure(exc, self._operation) from exc
 
@@ -81,7 +84,7 @@ class TorchGroup(Group):
         self._await_work = self._collectives.await_work
         self._has_streams = backend.supports(Capability.STREAMS).usable
         self._end_reason: str | None = None
-        self._failed = False
+        self._failed = self._is_aborted = False
         self.watchers = 0
         self._newest_work: Any = None
         self._rebuilds = 0
@@ -147,6 +150,7 @@ class TorchGroup(Group):
             raise
         except (RuntimeError, OSError) as exc:  # OSError: the process may open no more files
             raise translated(exc, f"abort group {self.name!r}", timeout_s=self.timeout_s) from exc
+        self._is_aborted = True
 
     def close(self) -> None:
         if self._process_group is None:
@@ -189,12 +193,34 @@ class TorchGroup(Group):
         try:
             work = call(self._process_group) if tensor.numel() else None
             if work is not None and not async_op:
-                self._await_work(work)
+                self._wait(work, operation)
             if self._has_streams and work is not None:
                 self._newest_work = work
         except RuntimeError as exc:
             raise self._failure(exc, operation) from exc
         return TorchPending(self, operation, work)
+
+    def _wait(self, work: Any, operation: str) -> None:
+        """Make this thread's current stream wait for ``work``; without streams, block until it is done or aborted.
+
+        A host's library may hold an operation that began while its peer left, also after an abort.
+        """
+        if self._has_streams or operation.startswith(_PAIRWISE):  # whose work does not survive a timeout of its own
+            self._await_work(work)
+            return
+        while True:
+            aborted, began_s = self._is_aborted, time.monotonic()  # what an abort ends has one more wait to end
+            try:
+                work.wait(timedelta(seconds=_WAIT_S))
+            except RuntimeError:
+                if (
+                    time.monotonic() - began_s < _WAIT_S / 2
+                ):  # not this wait's timeout: an error of the work comes again
+                    raise
+                if aborted:
+                    raise self._failure(None, operation) from None
+            else:
+                return
 
     def _watch(self, work: Any, operation: str) -> None:
         """Block until ``work`` is done on the device; raise the library's error, or RuntimeError at the deadline."""

@@ -1,11 +1,14 @@
 """The promises of hwrl.comm, with real processes."""
 
+import contextlib
+import functools
 import gc
 import os
 import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,45 @@ def test_abort_ends_a_blocked_operation_and_spares_other_groups() -> None:
     assert took_s < slow(1.0)
 
 
+def _receive_and_abort(group: Group) -> None:
+    with contextlib.suppress(CommError):
+        begun = [group.broadcast(torch.zeros(1024), src=0, async_op=True) for _ in range(8)]
+        begun[-1].wait()  # which never comes: rank 0 aborts
+    group.abort("rank 0 has ended it")
+    group.close()
+
+
+def _abort_while_sending(rank: int, address: str) -> float:
+    """Return the longest time that one of many aborts took, beside operations that begin just then."""
+    longest_s = 0.0
+    stores = [connect_store(address) for _ in range(2)]
+    for number in range(100):
+        make = functools.partial(
+            Comm(CpuBackend(INFO)).standalone_group, name=f"g{number}", size=2, timeout_s=slow(60.0)
+        )
+        with ThreadPoolExecutor(2) as threads:
+            other = threads.submit(make, stores[1], rank=1)
+            group = make(stores[0], rank=0)
+            receiving = threads.submit(_receive_and_abort, other.result())
+            begun = [group.broadcast(torch.zeros(1024), src=0, async_op=True) for _ in range(2)]
+            time.sleep(0.0001 * (number % 20))
+            began_s = time.monotonic()
+            group.abort("the test says so")
+            with contextlib.suppress(CommError):
+                begun[-1].wait()
+            del begun
+            group.close()
+            receiving.result()
+            longest_s = max(longest_s, time.monotonic() - began_s)
+    return longest_s
+
+
+def test_an_abort_waits_for_no_operation_that_the_library_has_lost() -> None:
+    store = serve_store()
+    (took_s,) = run_processes(_abort_while_sending, 1, store_address(store))
+    assert took_s < slow(30.0)
+
+
 def _abort_without_files(rank: int, address: str) -> tuple[str, str]:
     group, store = _group(rank, address, size=1), connect_store(address)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -297,4 +339,7 @@ def test_groups_and_aborts_leave_no_open_files() -> None:
     for number in range(1, 6):
         make_and_close(number)
     gc.collect()
+    deadline = time.monotonic() + 200.0
+    while len(os.listdir("/proc/self/fd")) > before + 2 and time.monotonic() < deadline:  # a thread ends aborted groups
+        time.sleep(0.05)
     assert len(os.listdir("/proc/self/fd")) <= before + 2

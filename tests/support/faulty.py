@@ -108,6 +108,6 @@ class _FaultyWork:
     def __init__(self, backend: FaultyBackend, work: Any, tensor: torch.Tensor) -> None:
         self._backend, self._work, self._tensor = backend, work, tensor
 
-    def wait(self) -> None:
-        self._work.wait()
+    def wait(self, *timeout: timedelta) -> None:
+        self._work.wait(*timeout)
         self._backend.fail(self._tensor)

@@ -268,8 +268,9 @@ def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
 
     backend = LateBackend(at=3, reach=reach, and_later=True)
     sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES)
-    for version in (1, 2):
-        sender.publish(version, _model(version))
+    sender.publish(1, _model(1))
+    assert not await_keys(store, ["version 1 was taken"], timeout_s=300.0)
+    sender.publish(2, _model(2))
 
 
 def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None:
@@ -280,6 +281,7 @@ def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None
         WeightReceiver(store, replica="late", backend=_cpu()) as late,
     ):
         kept = old.receive(timeout_s=300.0)
+        store.set("version 1 was taken", "")
         assert not await_keys(store, ["in mid-write"], timeout_s=300.0)
         with pytest.raises(CommTimeoutError, match="version 2 is still being written"):
             old.receive(timeout_s=slow(0.5))
