@@ -134,8 +134,7 @@ class RunLoop:
         """
         fleet, progress, interrupts = self._fleet, self._progress, self._interrupts
         self._evaluations.collect()
-        if progress.saved_step != progress.step:
-            progress.save()
+        progress.save_last()
         self._recorder.log_profile(fleet.trainers.all.finish_profile())  # if it ends before train.profile_steps do
         if not interrupts.pending:
             interrupts.defer_message = "stopping without the last evaluation; all steps are saved"
@@ -145,6 +144,7 @@ class RunLoop:
         else:
             interrupts.defer_message = "stopping as soon as the model is written"
             fleet.trainers.all.export_model()
+        progress.finish_save()
         fleet.trainers.all.close()
         faults, interrupted = fleet.replicas.repeated_deaths(), self._status == "interrupted"
         return summarise(self._config, self._recorder.report.history, interrupted=interrupted, faults=faults)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from hwrl.errors import CheckpointSaveError, note
 from hwrl.run.config import Config
@@ -33,7 +34,7 @@ class Progress:
         self._interrupts, self._log = interrupts, log
         self._ledger_state = EMPTY_LEDGER  # of the last finished step
         self._open_batch: BatchInfo | None = None  # of the step that is being trained
-        self.step = self.saved_step = self._restored_step = 0
+        self.step = self.saved_step = self._durable_step = self._restored_step = 0
 
     @property
     def version(self) -> int:
@@ -66,7 +67,8 @@ class Progress:
         Without ``resume``, or without a checkpoint, set them to step 0.
         """
         restored = self._fleet.trainers.all.restore() if resume else None
-        self.step = self.saved_step = self._restored_step = 0 if restored is None else restored.step
+        self.step = self.saved_step = self._durable_step = 0 if restored is None else restored.step
+        self._restored_step = self.step
         self._ledger_state = EMPTY_LEDGER if restored is None else restored.ledger
         self._open_batch = None
         incarnation = self._fleet.trainers.incarnation
@@ -89,9 +91,28 @@ class Progress:
     def save(self) -> None:
         """Save a checkpoint, and add its metrics to the line of the saved step."""
         self._recorder.report.sync()  # metrics.jsonl must hold every step of a checkpoint
-        metrics = self._fleet.trainers.all.save(self._ledger_state)
+        try:
+            metrics = self._fleet.trainers.all.save(self._ledger_state)  # waits for the save before
+        except CheckpointSaveError:  # perhaps of that one, in the background
+            self.saved_step = self._durable_step
+            raise
+        self._durable_step = self.saved_step if self._config.checkpoint.async_save else self.step
         self.saved_step = self.step
         self._recorder.report.amend(metrics)
+
+    def save_last(self) -> None:
+        """Save a checkpoint of the last step if it has none."""
+        if self.saved_step != self.step:
+            self.save()
+
+    def finish_save(self) -> None:
+        """Wait for a save in the background. If it has failed, count its step as not saved, and raise its error."""
+        try:
+            self._fleet.trainers.all.wait_for_save()
+        except CheckpointSaveError:
+            self.saved_step = self._durable_step
+            raise
+        self._durable_step = self.saved_step
 
     def save_before(self, error: BaseException) -> None:
         """Save a checkpoint of the finished steps before ``error`` ends the run; note the outcome on ``error``.
@@ -100,10 +121,10 @@ class Progress:
         to change the weights. After a KeyboardInterrupt nothing is saved: the user wants the end at once. The note
         names the checkpoint, or the number of the lost steps and the reason.
         """
-        if self.saved_step == self.step and self._open_batch is None:
+        if self._durable_step == self.step and self._open_batch is None:
             return
         self._interrupts.defer_message = "the finished steps are being saved"
-        reason, before = "the run was to stop at once", self.saved_step
+        reason, before = "the run was to stop at once", self._durable_step
         if not isinstance(error, KeyboardInterrupt):
             try:
                 reason = self._try_to_save()
@@ -129,13 +150,16 @@ class Progress:
         if finished != self.step:
             back = "the step under way had changed the weights in part"
             return back if finished is None else f"the trainers had returned to step {finished}"
+        if self._durable_step < self.saved_step:
+            with suppress(CheckpointSaveError):
+                self.finish_save()
         if self.saved_step < self.step:
             try:
                 self._fleet.trainers.all.save(self._ledger_state)
-            except CheckpointSaveError:  # perhaps the error of the save before, in the background
+            except CheckpointSaveError:  # a disk may be full for a moment only
                 self._fleet.trainers.all.save(self._ledger_state)
             self._fleet.trainers.all.close()  # waits for a save in the background
-            self.saved_step = self.step
+            self.saved_step = self._durable_step = self.step
         if batch is not None:
             self._recorder.report.add(self.step, {}, prompts=batch.sequence_numbers, untrained=batch.untrained)
         return ""

@@ -205,6 +205,10 @@ class TrainerRank:
             )
         return {"checkpoint/blocked_s": report.blocked_s, "checkpoint/waited_s": report.waited_s}
 
+    def wait_for_save(self) -> None:
+        """Wait for a save in the background. Raises its error if it failed."""
+        self._checkpoints.wait()
+
     def restore(self) -> RestoredRun | None:
         """Load the newest complete checkpoint; return None if there is none."""
         with self._engines.on_device():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hwrl.errors import DataError, EngineError, with_notes
+from hwrl.errors import CheckpointSaveError, DataError, EngineError, with_notes
 from hwrl.run.fleet import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.ledger import BatchInfo
@@ -102,3 +102,47 @@ def test_an_error_tells_the_steps_that_could_not_be_saved(
     notes = with_notes(raised.value)
     assert f"then 1 finished step(s) were lost, because {reason}; the last checkpoint in" in notes
     assert not (tmp_path / CHECKPOINT).exists()
+
+
+class LosesOneSave(EndsInStepTwo):
+    """Saves in the background. The first save of ``step`` fails there; the next call that waits for it raises."""
+
+    def __init__(self, home: Path, step: int, place: str = "", error: BaseException | None = None) -> None:
+        super().__init__(home, place, error)
+        self._loses: int | None = step
+        self._lost: CheckpointSaveError | None = None
+
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        self.wait_for_save()
+        if self._step != self._loses:
+            return super().save(ledger)
+        self._loses, self._lost = None, CheckpointSaveError(f"step {self._step} was not saved", why="no space left")
+        return {"checkpoint/blocked_s": 0.5}
+
+    def wait_for_save(self) -> None:
+        error, self._lost = self._lost, None
+        if error is not None:
+            raise error
+
+
+IN_BACKGROUND = {"checkpoint": {"save_every_steps": 1, "async_save": True}}
+
+
+@pytest.mark.parametrize("place", ["watch", "step", "note_progress"])
+def test_a_step_whose_save_failed_in_the_background_is_saved_again_before_an_error_ends_the_run(
+    tmp_path: Path, place: str
+) -> None:
+    with pytest.raises(DataError, match="no data") as raised:
+        train(tmp_path, LosesOneSave(tmp_path, 1, place, DataError("no data")), Interrupts(), **IN_BACKGROUND)
+    assert f"then step 1 was saved in {tmp_path}/checkpoints" in with_notes(raised.value)
+    assert (tmp_path / CHECKPOINT).read_text() == "1"
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_save_that_failed_in_the_background_ends_the_run_with_its_error_and_all_steps_saved(
+    tmp_path: Path, step: int
+) -> None:
+    with pytest.raises(CheckpointSaveError, match=f"step {step} was not saved") as raised:
+        train(tmp_path, LosesOneSave(tmp_path, step), Interrupts(), **IN_BACKGROUND)
+    assert f"then step 2 was saved in {tmp_path}/checkpoints" in with_notes(raised.value)
+    assert (tmp_path / CHECKPOINT).read_text() == "2"
