@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hwrl import get_backend
@@ -95,7 +96,7 @@ class _InstantGroup:
 
     allreduce = _allgather_base = broadcast
 
-    def wait(self) -> None:
+    def wait(self, *_: timedelta) -> None:
         """Return at once."""
 
     synchronize = wait

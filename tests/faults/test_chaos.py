@@ -10,6 +10,7 @@ from tests.support.host_network import why_unavailable
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=why_unavailable() or "")
 
 
+@pytest.mark.extended  # each fault is in another test, too: a killed replica, a host that is cut off
 @pytest.mark.long(100)
 def test_forty_seconds_of_faults_lose_no_prompt() -> None:
     records = short_run(40.0, names=["kill a replica", "cut host1 off for 3 s"])
