@@ -113,7 +113,7 @@ class Guards:
         self._handles: list[Any] = []
         self._marked: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         self._tables: list[dict[str, nn.Parameter | None]] = []
-        self._wrapper_class: str | None = None
+        self.wrapper_class: str | None = None
         self._on = False  # a hook left behind by an error does nothing
 
     def install(self, tensors: Iterable[torch.Tensor], *, wrapper_class: str | None) -> None:
@@ -122,7 +122,7 @@ class Guards:
         With a ``wrapper_class``, refuse ``state_dict`` even while lending.
         """
         self.remove()
-        self._on, self._wrapper_class = True, wrapper_class
+        self._on, self.wrapper_class = True, wrapper_class
         refuse, refuse_state = self._hooks()
         for optimizer in optimizers_in(self._optimizer):
             self._guard_optimizer(optimizer, refuse, refuse_state)
@@ -186,8 +186,8 @@ class Guards:
     def _refuse_state(self, *args: object, **kwargs: object) -> None:
         if self._on and not self._lending.is_set():
             self._raise("they are offloaded")
-        if self._on and self._wrapper_class is not None:
-            self._raise(f"they are offloaded, and tensors of class {self._wrapper_class} cannot be lent")
+        if self._on and self.wrapper_class is not None:
+            self._raise(f"they are offloaded, and tensors of class {self.wrapper_class} cannot be lent")
 
     def _raise(self, why: str) -> NoReturn:
         raise MemoryStateError(

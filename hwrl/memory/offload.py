@@ -101,6 +101,15 @@ class Offloader:
             _log.exception("an Offloader ended, and its model stays on the host: make a new one and load it")
 
     @property
+    def can_lend(self) -> bool:
+        """Whether :meth:`lending` serves all offloaded parts; else save inside :meth:`loaded`.
+
+        Tensors of some classes, such as states of 8-bit optimizers, cannot be lent: only their class can put the values
+        together.
+        """
+        return self._parameters.can_lend and self._optimizer.can_lend
+
+    @property
     def pool_nbytes(self) -> int:
         """The bytes of host memory for copies."""
         return self._pool.nbytes

@@ -125,6 +125,11 @@ class OffloadablePart:
         alone = [stored.tensor for shared in self._storages for stored in shared.tensors if len(stored.versions) == 1]
         self._guards.install(alone, wrapper_class=next(filter(None, classes), None))
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether ``state_dict`` works while lending, or now: no offloaded tensor is inside one of another class."""
+        return not self.offloaded or self._guards.wrapper_class is None
+
     def free_device(self) -> None:
         """Free the device memory. The slab holds all of its content, and uses are forbidden."""
         self._slab_content = {copy.start: copy for _, copy in self._copies}

@@ -335,14 +335,18 @@ def test_tensors_of_several_parts_are_not_lent() -> None:
     model(DATA).sum().backward()
     optimizer.step()
     with Offloader(model, optimizer, backend=BACKEND) as offloader:
-        assert offloader.lend(model.frozen) is None
+        assert offloader.lend(model.frozen) is None and offloader.can_lend
         offloader.offload()
-        assert offloader.lend(model.weight) is not None
+        assert offloader.lend(model.weight) is not None and not offloader.can_lend
         with pytest.raises(MemoryStateError, match="class Quantized cannot be lent"):
             offloader.lend(model.frozen)
         for use in (model.state_dict, optimizer.state_dict):
             with offloader.lending(), pytest.raises(MemoryStateError, match="class Quantized cannot be lent"):
                 use()
+        offloader.load(params=False)
+        assert not offloader.can_lend, "the model is offloaded"
+        with offloader.loaded():
+            assert offloader.can_lend
 
 
 def test_gradients_and_what_torch_owns_stay_on_the_device() -> None:
