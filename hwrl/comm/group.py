@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hwrl.comm.failures import missing_ranks, translated
-from hwrl.comm.staged import collectives_of
+from hwrl.comm.staged import PAIRWISE, collectives_of
 from hwrl.comm.store import PrefixStore, await_keys, pause, store_failures
 from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
@@ -27,7 +27,6 @@ CALLED_OFF = "called off"
 _MADE, _MISSING = "made", "missing"
 _LOOK_S = 0.2  # how often rank 0 looks at that key while it waits for the others
 _WAIT_S = 0.5  # how often a wait for the host's library looks for an abort
-_PAIRWISE = ("send", "recv")
 
 
 class TorchPending(Pending):
@@ -201,26 +200,27 @@ class TorchGroup(Group):
         return TorchPending(self, operation, work)
 
     def _wait(self, work: Any, operation: str) -> None:
-        """Make this thread's current stream wait for ``work``; without streams, block until it is done or aborted.
+        """Make this thread's current stream wait for ``work``; without streams, block until it is done or aborted."""
+        if not self._has_streams and not operation.startswith(PAIRWISE):  # whose work survives no timeout of its own
+            self._wait_for_host(work, operation)
+        self._await_work(work)
+
+    def _wait_for_host(self, work: Any, operation: str) -> None:
+        """Block until ``work`` has ended; raise CommAbortedError if it outlasts an abort.
 
         A host's library may hold an operation that began while its peer left, also after an abort.
         """
-        if self._has_streams or operation.startswith(_PAIRWISE):  # whose work does not survive a timeout of its own
-            self._await_work(work)
-            return
         while True:
             aborted, began_s = self._is_aborted, time.monotonic()  # what an abort ends has one more wait to end
-            try:
+            with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=_WAIT_S))
-            except RuntimeError:
-                if (
-                    time.monotonic() - began_s < _WAIT_S / 2
-                ):  # not this wait's timeout: an error of the work comes again
-                    raise
-                if aborted:
-                    raise self._failure(None, operation) from None
-            else:
                 return
+            if (
+                time.monotonic() - began_s < _WAIT_S / 2
+            ):  # an error of the work, and no timeout: the last wait raises it
+                return
+            if aborted:
+                raise self._failure(None, operation)
 
     def _watch(self, work: Any, operation: str) -> None:
         """Block until ``work`` is done on the device; raise the library's error, or RuntimeError at the deadline."""

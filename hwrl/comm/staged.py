@@ -46,7 +46,7 @@ _TO_FIRST = (
     "scatter",
 )
 _READING = ("send", "barrier")
-_PAIRWISE = ("recv", "send")
+PAIRWISE = ("recv", "send")
 
 
 class Collectives(Protocol):
@@ -210,7 +210,7 @@ class StagedGroup(dist.ProcessGroup):
         ]
         results = [] if operation in _READING else pairs[0]
         work = getattr(self._group, operation)(*staged, **options)
-        return StagedWork(_Awaited(work) if operation in _PAIRWISE else work, results)
+        return StagedWork(_Awaited(work) if operation in PAIRWISE else work, results)
 
 
 def _operation(name: str) -> Callable[..., Work]:

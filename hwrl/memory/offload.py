@@ -220,6 +220,10 @@ class Offloader:
             self._lending.clear()
             lenders.discard(id(self))
 
+    def saving(self) -> contextlib.AbstractContextManager[object]:
+        """Let a checkpoint read the parts in the block: :meth:`lending` if it serves them all, else :meth:`loaded`."""
+        return self.lending() if self.can_lend else self.loaded()
+
     def lend(self, tensor: torch.Tensor) -> HostCopy | None:
         """Lend the host copy of an offloaded tensor (of a DTensor: its local part); None if it is not offloaded.
 

@@ -107,6 +107,8 @@ class Progress:
 
     def finish_save(self) -> None:
         """Wait for a save in the background. If it has failed, count its step as not saved, and raise its error."""
+        if self._durable_step == self.saved_step:
+            return
         try:
             self._fleet.trainers.all.wait_for_save()
         except CheckpointSaveError:
@@ -150,9 +152,8 @@ class Progress:
         if finished != self.step:
             back = "the step under way had changed the weights in part"
             return back if finished is None else f"the trainers had returned to step {finished}"
-        if self._durable_step < self.saved_step:
-            with suppress(CheckpointSaveError):
-                self.finish_save()
+        with suppress(CheckpointSaveError):
+            self.finish_save()
         if self.saved_step < self.step:
             try:
                 self._fleet.trainers.all.save(self._ledger_state)

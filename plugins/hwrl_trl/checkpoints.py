@@ -161,10 +161,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
         self._saved_step = state.global_step
         sampler_state = _state_of(sampler) if float(state.epoch).is_integer() else self._sampler_state
         offloader = self._offloader()
-        reading: Any = contextlib.nullcontext()
-        if offloader is not None:
-            reading = offloader.lending() if offloader.can_lend else offloader.loaded(params=False)
-        with reading:
+        with contextlib.nullcontext() if offloader is None else offloader.saving():
             self._manager.save(
                 state.global_step,
                 self._state(),

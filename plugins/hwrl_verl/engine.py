@@ -76,15 +76,14 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             committed.set()
             tracker.announce(folder, part, info.step)
 
-        offloader = self._offloader
-        with offloader.lending() if offloader.can_lend else offloader.loaded():
+        with self._offloader.saving():
             self._manager.save(
                 global_step,
                 extra={"lr_scheduler": self.lr_scheduler.state_dict()},
                 rank_extra={"rng": checkpoint.rng_state()},
                 export=self._export if "hf_model" in contents else None,
                 after_commit=follow if self.checkpoint_config.async_save else None,
-                offloader=offloader,
+                offloader=self._offloader,
             )
         if self.rank == 0 and 0 < self.optimizer_config.total_training_steps <= global_step:
             # Wait for the commit only. The save ends after verl has written data.pt, and that comes after this call.

@@ -347,6 +347,8 @@ def test_tensors_of_several_parts_are_not_lent() -> None:
         assert not offloader.can_lend, "the model is offloaded"
         with offloader.loaded():
             assert offloader.can_lend
+        with offloader.saving():
+            model.state_dict()
 
 
 def test_gradients_and_what_torch_owns_stay_on_the_device() -> None:

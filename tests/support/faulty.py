@@ -106,8 +106,10 @@ class _FaultyGroup:
 
 class _FaultyWork:
     def __init__(self, backend: FaultyBackend, work: Any, tensor: torch.Tensor) -> None:
-        self._backend, self._work, self._tensor = backend, work, tensor
+        self._backend, self._work, self._tensor, self._failed = backend, work, tensor, False
 
     def wait(self, *timeout: timedelta) -> None:
         self._work.wait(*timeout)
-        self._backend.fail(self._tensor)
+        if not self._failed:
+            self._failed = True
+            self._backend.fail(self._tensor)
