@@ -138,6 +138,10 @@ class CopyDestination:
     def cancel(self) -> None:
         """Do nothing: the next version overwrites all targets."""
 
+    def release(self) -> None:
+        """Free the ring. No slab may be under way; the next slab allocates the ring again."""
+        self._ring.release()
+
     def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
         copies: list[_Copy] = []
         for piece in slab.pieces:

@@ -17,6 +17,7 @@ from hwrl.comm import Store
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel
+from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import DecisionKind, Proposal, Vote, VoteKind
@@ -168,16 +169,19 @@ class WeightIntake:
             end.abort()
 
     def release(self) -> None:
-        """Free the destination; the next version plans and allocates it again."""
-        self._prepared = None
+        """Free the destination's memory; the next version allocates it again. The plan of copies in place stays."""
+        if self._prepared is not None and isinstance(self._prepared[1], CopyDestination):
+            self._prepared[1].release()
+        else:
+            self._prepared = None
         self._backend.empty_cache()
 
     def close(self) -> None:
         """Close the connections and free the destination."""
         for end in self._ends.values():
             end.close()
-        self._ends = {}
-        self.release()
+        self._ends, self._prepared = {}, None
+        self._backend.empty_cache()
 
     def _end_of(self, proposal: Proposal) -> tuple[TransportReceiver, str]:
         """Return the receiving end of the proposal's transport, and the name of its stage in reports."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +26,9 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
 
     vLLM locks the pages of host memory in the first sleep, and that takes seconds. Here a thread locks them while the
     engine starts; the first sleep waits for it.
+
+    A wake of the weights alone maps their memory, and copies nothing into it yet: an update follows, and
+    :meth:`replaced` ends it. Without an update the wake of the rest copies them back, or :meth:`restore` does.
     """
 
     def __init__(self) -> None:
@@ -33,45 +36,64 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._backend = get_backend()
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
-        self._kept = False  # whether the pool holds the weights of a sleep that has not ended
+        self._kept = False  # whether only the pool has the weights
+        self._asleep: set[str] = set()
         thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-page-lock")
         self._locked = thread.submit(self._lock, self._backend.current_index())
         thread.shutdown(wait=False)
 
     def suspend(self, level: int = 1) -> None:
         self._locked.result()
-        if level == 1:
+        if level == 1 and not self._kept:
             with self._stream:
                 for memory, kept in self._weights():
                     kept.copy_(memory, non_blocking=True)
             self._stream.synchronize()
+        self._asleep = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values()}
         super().suspend(2)  # at level 2 vLLM itself keeps no weights
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
-        mapped = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values()}
-        wanted = mapped if tags is None else {*tags}
+        wanted = self._asleep if tags is None else self._asleep.intersection(tags)
+        others = sorted(wanted - {_WEIGHTS})
         if _WEIGHTS in wanted:
             super().resume([_WEIGHTS])
-            if self._kept:
-                self._copy_back()
+        if self._kept and wanted == self._asleep:
+            self._copy_back()
         try:
-            if wanted - {_WEIGHTS}:
-                super().resume(sorted(wanted - {_WEIGHTS}))  # the weights' copies run meanwhile
+            if others:
+                super().resume(others)  # the weights' copies run meanwhile
         finally:
             self._stream.synchronize()
+        self._asleep = self._asleep - wanted
 
-    def _copy_back(self) -> None:
-        """Start to copy the weights to the device. Does not wait.
+    def restore(self) -> None:
+        """Copy the weights back to the device if they are not there, and wait. Their memory must be awake."""
+        if self._kept:
+            self._copy_back()
+            self._stream.synchronize()
+
+    def replaced(self, targets: Iterable[torch.Tensor]) -> None:
+        """Say that an update has overwritten ``targets``, contiguous tensors: copy only the rest back, and wait."""
+        if self._kept:
+            self._copy_back(beside=targets)
+            self._stream.synchronize()
+
+    def _copy_back(self, *, beside: Iterable[torch.Tensor] = ()) -> None:
+        """Start to copy the weights to the device, but not to ``beside``. Does not wait.
 
         The driver clears newly mapped memory with the copy engines, and a copy by these engines would meanwhile have
         half the speed. So kernels read the page-locked memory. Mapping waits for a running kernel, so each is short.
         """
+        taken = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in beside)
         with self._stream:
             for memory, kept in self._weights():
                 source = self._on_device(kept.data_ptr(), kept.nbytes)
-                for to, part in zip(memory.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True):
-                    torch._foreach_copy_([to.view(torch.int64)], [part.view(torch.int64)])
+                for begin, end in _spans_beside(taken, memory.data_ptr(), memory.nbytes):
+                    for at in range(begin, end, _PIECE_NBYTES):
+                        stop = min(at + _PIECE_NBYTES, end)
+                        words = torch.uint8 if at % 8 or stop % 8 else torch.int64
+                        torch._foreach_copy_([memory[at:stop].view(words)], [source[at:stop].view(words)])
         self._kept = False
 
     def _lock(self, device: int) -> None:
@@ -92,6 +114,21 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         device = self._backend.device()
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _spans_beside(taken: list[tuple[int, int]], address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each part of the ``nbytes`` at ``address`` that is in no part of ``taken``, in order.
+
+    ``taken`` are sorted pairs of address and size.
+    """
+    begin = 0
+    for start, size in taken:
+        if start + size > address and start < address + nbytes:
+            if begin < start - address:
+                yield begin, start - address
+            begin = max(begin, start + size - address)
+    if begin < nbytes:
+        yield begin, nbytes
 
 
 def pooled_sleep(model_config: Any) -> Any:

@@ -6,15 +6,18 @@ import functools
 import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hwrl.discovery import get_backend
 from hwrl.interfaces import Backend, WeightOffer
-from hwrl.weights import EngineReceiver, Taken
+from hwrl.weights import CopyDestination, Destination, EngineReceiver, Taken, WeightLayout
 from hwrl_vllm.loading import ModelLoading
 from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter
+
+if TYPE_CHECKING:
+    from hwrl_vllm.sleep import PooledSleep
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,18 @@ class WeightLoading:
     model_config: Any
     vllm_config: Any
     rank: int
+    _hwrl_sleep: PooledSleep | None = None
 
     @functools.cached_property
     def _hwrl_receiver(self) -> EngineReceiver:
-        return EngineReceiver(self.rank, backend=get_backend(), make_destination=self.hwrl_loading.place)
+        return EngineReceiver(self.rank, backend=get_backend(), make_destination=self._hwrl_place)
+
+    def _hwrl_place(self, layout: WeightLayout) -> Destination:
+        """Return the destination for versions of ``layout``, in place. vLLM's loaders may leave some weights alone."""
+        destination = self.hwrl_loading.place(layout)
+        if self._hwrl_sleep is not None and not isinstance(destination, CopyDestination):
+            self._hwrl_sleep.restore()
+        return destination
 
     def hwrl_load_lent(self, pickled: bytes) -> None:
         """Do :meth:`hwrl_load` with another process's tensors. ``pickled`` is a pair of LentWeights and ``adapter``."""
@@ -82,7 +93,11 @@ class WeightLoading:
         offer: WeightOffer = pickle.loads(pickled)
         if offer.members[self.rank] is None:
             return None
-        return self._hwrl_receiver.take(offer)
+        taken = self._hwrl_receiver.take(offer)
+        copies = self.hwrl_loading.copies
+        if taken.proposal and self._hwrl_sleep is not None and copies is not None:
+            self._hwrl_sleep.replaced(target for target, _ in [*copies.copies, *copies.constants])
+        return taken
 
     def hwrl_load(self, weights: Mapping[str, torch.Tensor], adapter: Mapping[str, Any] | None) -> None:
         """Load contiguous ``weights`` of the whole model in place; this worker takes its shards of them. Blocks.
@@ -90,6 +105,8 @@ class WeightLoading:
         With ``adapter``, PEFT's config, ``weights`` are a whole adapter under PEFT's names. After a failure the model
         has weights of two versions. The next whole load repairs it.
         """
+        if self._hwrl_sleep is not None:
+            self._hwrl_sleep.restore()
         if adapter is None:
             self.hwrl_loading.load(weights)
             return
@@ -114,7 +131,7 @@ class WeightLoading:
         if hasattr(self, "_sleep_mode_backend"):
             from hwrl_vllm.sleep import pooled_sleep
 
-            self._sleep_mode_backend = pooled_sleep(self.model_config)
+            self._sleep_mode_backend = self._hwrl_sleep = pooled_sleep(self.model_config)
 
     @functools.cached_property
     def hwrl_loading(self) -> ModelLoading:

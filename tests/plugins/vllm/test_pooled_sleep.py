@@ -90,6 +90,34 @@ def test_the_weights_are_under_way_before_the_cache_is_mapped(allocator: Allocat
     assert allocator.woken == [["weights"], ["kv_cache"]]
 
 
+def test_an_update_after_a_wake_of_the_weights_is_kept_and_the_rest_comes_back(allocator: Allocator) -> None:
+    sleeping = backend()
+    sleeping.suspend(1)
+    sleeping.resume(["weights"])
+    assert allocator.values() == [LOST] * 3  # not copied: an update follows
+    first, last = allocator.memory["weights a"], allocator.memory["weights b"]
+    updated = [first[200:500], first[704:], last[:8]]
+    for target in updated:
+        target.fill_(7)
+    sleeping.replaced(iter(updated))
+    sleeping.resume(["kv_cache"])
+    assert [set(target.tolist()) for target in updated] == [{7}] * 3
+    assert {*first[:200].tolist(), *first[500:704].tolist()} == {0} and set(last[8:].tolist()) == {2}
+    sleeping.suspend(1)
+    sleeping.resume(None)
+    assert [set(target.tolist()) for target in updated] == [{7}] * 3 and set(last[8:].tolist()) == {2}
+
+
+def test_weights_that_were_woken_without_an_update_outlast_another_sleep(allocator: Allocator) -> None:
+    sleeping = backend()
+    sleeping.suspend(1)
+    sleeping.resume(["weights"])
+    sleeping.suspend(1)
+    sleeping.resume(["weights"])
+    sleeping.restore()
+    assert allocator.values() == [0, LOST, 2]
+
+
 def test_level_2_brings_nothing_back_not_even_of_an_earlier_sleep(allocator: Allocator) -> None:
     sleeping = backend()
     sleeping.suspend(1)
