@@ -19,11 +19,15 @@ from hwrl.rollout.chat import Conversation, arguments_object, content_text
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A response of the policy to the conversation up to ``before``, if any, and then ``context_ids`` (int32)."""
+    """A response of the policy to the conversation up to ``before``, if any, and then ``context_ids`` (int32).
+
+    ``answer`` is its message for the agent.
+    """
 
     before: Turn | None
     context_ids: Ints
     response: Response
+    answer: ParsedAnswer
 
     @property
     def token_ids(self) -> Ints:
