@@ -14,9 +14,10 @@ import pytest
 
 from hwrl.errors import HwrlError
 from hwrl.interfaces import Response, Sampling, ToolCall
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, tool_use
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt
 from hwrl.rollout.endpoint.conversations import chat_keys
 from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl_workflows import tool_use
 from tests.support.agents import ask, chatml_policy, served
 from tests.support.chat_models import STYLES
 

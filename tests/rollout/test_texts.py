@@ -14,7 +14,8 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Prompts, environment, tool_use
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Prompts
+from hwrl_workflows import environment, tool_use
 from tests.support.agents import ScriptedPolicy, ask, chatml_policy, served
 from tests.support.chat_models import STYLES, Style
 from tests.support.sources import REPO

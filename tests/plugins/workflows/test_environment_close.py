@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import Sampling
-from hwrl.rollout import PolicyClient, Prompt, environment, environments
+from hwrl.rollout import PolicyClient, Prompt
+from hwrl_workflows import environment, environments
 from tests.support.agents import chatml_policy
 
 
