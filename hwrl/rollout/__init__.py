@@ -11,7 +11,10 @@ from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
     from hwrl.rollout.chat import ChatTokens as ChatTokens
+    from hwrl.rollout.chat import Conversation as Conversation
     from hwrl.rollout.chat import TooLongError as TooLongError
+    from hwrl.rollout.chat import arguments_object as arguments_object
+    from hwrl.rollout.chat import content_text as content_text
     from hwrl.rollout.chat import decode_text as decode_text
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import Prompts as Prompts
     from hwrl.rollout.data import check_prompts as check_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
-    from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.evaluator import EvaluatedPrompt as EvaluatedPrompt
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
@@ -86,12 +88,11 @@ if TYPE_CHECKING:
 
 _MODULE_OF = names_of_modules(
     {
-        "chat": "ChatTokens TooLongError decode_text",
+        "chat": "ChatTokens Conversation TooLongError arguments_object content_text decode_text",
         "checks": "require_adapter require_awake require_base require_fit require_held require_memory_tags "
         "require_no_adapter require_same_model require_sleep require_weights",
         "data": "DataKeys Prompt Prompts check_prompts",
         "embedded": "EmbeddedEngine",
-        "endpoint.session": "Endpoint",
         "evaluator": "EvaluatedPrompt Evaluation Evaluator",
         "generation": "GroupGenerator NoRewards PendingGroup SampleGenerator",
         "leases": "LeaseQueue LedgerClient",

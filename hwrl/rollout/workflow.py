@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from hwrl.errors import DataError, EngineError, UnsupportedError, short_repr
+from hwrl.errors import DataError, EngineError, short_repr
 from hwrl.interfaces import (
     GenerationRequest,
     Ints,
@@ -39,9 +39,6 @@ from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.rollout.tracing import SpanLog, current_log, trace_with
 from hwrl.rollout.workflow_checks import checked_sample
 from hwrl.user_code import load_function
-
-if TYPE_CHECKING:
-    from hwrl.rollout.endpoint.server import EndpointServer
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
@@ -106,7 +103,6 @@ class WorkflowSettings:
     ``attempts`` attempts of at most ``timeout_s`` each. An attempt over that limit is cancelled, and abandoned if it
     does not end within ``cancel_s`` then. A conversation has at most ``max_length`` tokens, with ids below
     ``vocabulary``. The tokens ``end_ids`` end a response. ``parse_tools`` reads tool calls in the policy's text.
-    Endpoints listen at ``endpoint_host``, an address of this machine.
     """
 
     group_size: int
@@ -118,7 +114,6 @@ class WorkflowSettings:
     attempts: int = 2
     end_ids: Collection[int] = ()
     parse_tools: ToolParser = parse_tool_calls
-    endpoint_host: str = "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -159,7 +154,6 @@ class WorkflowGenerator(SampleGenerator):
         self._chat = ChatTokens(
             tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools, max_length=settings.max_length
         )
-        self._server: EndpointServer | None = None
         self._runs: set[_GroupRun] = set()
         self._requests: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}
@@ -206,7 +200,6 @@ class WorkflowGenerator(SampleGenerator):
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
             vocabulary=self._settings.vocabulary,
-            serve=self._serve,
         )
         run = _GroupRun(group, client)
         self._runs.add(run)
@@ -308,12 +301,6 @@ class WorkflowGenerator(SampleGenerator):
     def _note_turn(self) -> None:
         self._loop_turned = True
 
-    def _serve(self) -> EndpointServer:
-        """Return the server of this replica's endpoints; the first call starts it, and one after its end a new one."""
-        if self._server is None or self._server.has_ended:
-            self._server = _start_server(self._settings.endpoint_host)
-        return self._server
-
     def _begin(self, run: _GroupRun) -> None:
         for index in range(run.group.size):
             task = asyncio.Task(self._make_sample(run, index), loop=self._loop)  # without a task factory of the user's
@@ -368,20 +355,6 @@ def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> Non
 def _refuse(answer: asyncio.Future[Response], error: EngineError) -> None:
     if not answer.done():
         answer.set_exception(error)
-
-
-def _start_server(host: str) -> EndpointServer:
-    try:
-        from hwrl.rollout.endpoint.server import EndpointServer
-    except ImportError as exc:
-        raise UnsupportedError(
-            "this process cannot serve endpoints",
-            why=f"a package is not installed: {exc}",
-            fix="pip install 'hwrl[agents]', on every machine with replicas",
-        ) from exc
-    server = EndpointServer(host=host)
-    server.start()
-    return server
 
 
 async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.Task[Any]]) -> None:

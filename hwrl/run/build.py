@@ -158,7 +158,6 @@ def _build_generator(
         attempts=rollout.workflow_attempts,
         end_ids=_eos_ids(config.model.path, tokenizer),
         parse_tools=_tool_parser(config, engine, tokenizer),
-        endpoint_host=rollout.endpoint_host,
     )
     return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
 

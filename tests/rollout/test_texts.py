@@ -89,9 +89,8 @@ def converse(policy: ScriptedPolicy) -> Trajectory:
 
 
 def run(workflow: Any, policy: ScriptedPolicy, prompt: Prompt) -> Trajectory:
-    nobody: Any = None
     limits: Any = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-    row = asyncio.run(workflow(PolicyClient(policy.generate, chat=policy.chat, serve=nobody, **limits), prompt))
+    row = asyncio.run(workflow(PolicyClient(policy.generate, chat=policy.chat, **limits), prompt))
     assert isinstance(row, Trajectory)
     return row
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Ints, Response, Sampling
-from hwrl.rollout import ChatTokens, Endpoint
-from hwrl.rollout.endpoint.server import EndpointServer
+from hwrl.rollout import ChatTokens
+from hwrl_agents import Endpoint, EndpointServer
 from tests.support.chat_models import STYLES
 
 

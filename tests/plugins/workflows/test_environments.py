@@ -171,14 +171,12 @@ def path_of(function: Any) -> str:
 
 
 def client_of(policy: ScriptedPolicy) -> PolicyClient:
-    nobody: Any = None
     return PolicyClient(
         policy.generate,
         chat=policy.chat,
         sampling=policy.sampling,
         max_length=policy.max_length,
         vocabulary=1000,
-        serve=nobody,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hwrl.interfaces import Ints, ParsedAnswer, Response, Segment, Tools, Trajectory
-from hwrl.rollout.chat import Conversation, arguments_object, content_text
+from hwrl.rollout import Conversation, arguments_object, content_text
 
 
 @dataclass(frozen=True, eq=False)

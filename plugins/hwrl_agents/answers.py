@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from hwrl.rollout.chat import ChatTokens
-from hwrl.rollout.endpoint.conversations import Turn
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest
+from hwrl.rollout import ChatTokens
+from hwrl_agents.conversations import Turn
+from hwrl_agents.requests import ChatRequest, CompletionRequest
 
 _AnswerJson = dict[str, Any]
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints, Tools, Trajectory
-from hwrl.rollout.chat import ChatTokens, TooLongError
-from hwrl.rollout.endpoint.answers import AnswerFormat, ChatFormat, CompletionFormat
-from hwrl.rollout.endpoint.conversations import Conversations, Turn, chat_keys, said_message
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
+from hwrl.rollout import ChatTokens, TooLongError
+from hwrl_agents.answers import AnswerFormat, ChatFormat, CompletionFormat
+from hwrl_agents.conversations import Conversations, Turn, chat_keys, said_message
+from hwrl_agents.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
 
 if TYPE_CHECKING:
-    from hwrl.rollout.policy_client import PolicyClient
+    from hwrl.rollout import PolicyClient
 
 _numbers = itertools.count(1)
 Record: TypeAlias = Callable[[], None]

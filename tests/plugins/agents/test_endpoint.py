@@ -16,11 +16,11 @@ import pytest
 
 from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import ParsedAnswer, Response, Sampling
-from hwrl.rollout import Endpoint
-from hwrl.rollout.endpoint import server as server_module
-from hwrl.rollout.endpoint.conversations import Conversations, Turn
-from hwrl.rollout.endpoint.requests import ChatRequest
-from hwrl.rollout.endpoint.server import EndpointServer
+from hwrl_agents import Endpoint
+from hwrl_agents import server as server_module
+from hwrl_agents.conversations import Conversations, Turn
+from hwrl_agents.requests import ChatRequest
+from hwrl_agents.server import EndpointServer
 from tests.support.agents import ScriptedPolicy, ask, chat, chatml_policy, served
 
 USER = {"role": "user", "content": "1 + 1?"}

@@ -19,20 +19,35 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hwrl.comm.sockets import reachable_host
+from hwrl.comm import reachable_host
 from hwrl.errors import ConfigError, HwrlError, short_repr
-from hwrl.rollout.chat import ChatTokens
-from hwrl.rollout.endpoint.answers import AnswerFormat
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
-from hwrl.rollout.endpoint.session import Answered, Endpoint, Record
+from hwrl.rollout import ChatTokens
+from hwrl_agents.answers import AnswerFormat
+from hwrl_agents.requests import ChatRequest, CompletionRequest, EndpointError, read_request
+from hwrl_agents.session import Answered, Endpoint, Record
 
 if TYPE_CHECKING:
-    from hwrl.rollout.policy_client import PolicyClient
+    from hwrl.rollout import PolicyClient
 
 _MAX_BODY_NBYTES = 1 << 24
 _KEEP_ALIVE_S = 75
 HEADER_S = 20.0
 """A connection is closed if the header of its first request is not complete after this time."""
+
+
+_servers: dict[tuple[asyncio.AbstractEventLoop, str], EndpointServer] = {}
+
+
+def server_at(host: str) -> EndpointServer:
+    """Return the server of this event loop at ``host``; the first call starts it, and one after its end a new one."""
+    loop = asyncio.get_running_loop()
+    for other, server in list(_servers.items()):
+        if server.has_ended or other[0].is_closed():
+            _servers.pop(other, None)
+    if (loop, host) not in _servers:
+        _servers[loop, host] = EndpointServer(host=host)
+        _servers[loop, host].start()
+    return _servers[loop, host]
 
 
 class EndpointServer:
@@ -253,7 +268,7 @@ def _listen(host: str) -> socket.socket:
         raise ConfigError(
             f"endpoints cannot listen at {host!r}",
             why=str(exc),
-            fix="set rollout.endpoint_host to an address of each replica's machine, or to 0.0.0.0 for all of them",
+            fix="take an address of each replica's machine as the host, or 0.0.0.0 for all of them",
         ) from exc
 
 
