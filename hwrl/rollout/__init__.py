@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_modules
+from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.rollout.chat import ChatTokens as ChatTokens
@@ -86,33 +86,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import load_workflow as load_workflow
     from hwrl.rollout.workflow import single_turn as single_turn
 
-_MODULE_OF = names_of_modules(
-    {
-        "chat": "ChatTokens Conversation TooLongError arguments_object content_text decode_text",
-        "checks": "require_adapter require_awake require_base require_fit require_held require_memory_tags "
-        "require_no_adapter require_same_model require_sleep require_weights",
-        "data": "DataKeys Prompt Prompts check_prompts",
-        "embedded": "EmbeddedEngine",
-        "evaluator": "EvaluatedPrompt Evaluation Evaluator",
-        "generation": "GroupGenerator NoRewards PendingGroup SampleGenerator",
-        "leases": "LeaseQueue LedgerClient",
-        "ledger": "LedgerCounts PromptLease PromptLedger UntrainedPrompts has_variance",
-        "memory": "embedded_memory model_nbytes",
-        "model_link": "INCARNATION EngineModels ModelLink ReceivedModels RetryingReceiver",
-        "policy_client": "PolicyClient TrajectoryBuilder",
-        "prompt_order": "Curriculum PromptSet PromptStream mixture",
-        "reward": "Reward RewardFunction Scores load_reward metrics_of",
-        "reward_workers": "RewardWorkers Scorer",
-        "rollouter": "LoopSettings Rollouter",
-        "rows": "HUB digest_rows",
-        "slots": "cache_token_nbytes",
-        "stops": "StopFinder stop_finder text_decoder",
-        "tool_calls": "HERMES parse_tool_calls",
-        "tracing": "traced",
-        "weight_updater": "AdapterUpdater ModelUpdater WeightUpdater",
-        "workflow": "Workflow WorkflowFactory WorkflowGenerator WorkflowSettings load_workflow single_turn",
-    }
-)
+_MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
