@@ -121,7 +121,7 @@ def main(directory: str, steps: int = 60) -> None:
             ledger.load_state_dict(resumed.extra["ledger"], incarnation=0)
         done, shared = resumed.step if resumed else 0, Ledger(ledger)
         sender.publish(done, model, METADATA)
-        link = rollout.ReceivedModels(engine, rollout.RetryingReceiver(receiver, timeout_s=60))
+        link = rollout.ReceivedModels(engine, receiver, timeout_s=60)
         rollouter = rollout.Rollouter(
             engine,
             weights=rollout.ModelUpdater(link),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-__all__ = ["large_imports", "lazy_names", "names_of_modules"]
+__all__ = ["large_imports", "lazy_names", "names_of_face", "names_of_modules"]
 
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -37,6 +39,16 @@ def names_of_modules(names: Mapping[str, str]) -> dict[str, str]:
     {'ChatTokens': 'chat', 'decode_text': 'chat'}
     """
     return {name: module for module, text in names.items() for name in text.split()}
+
+
+def names_of_face(package: str) -> dict[str, str]:
+    """Return the module of each name, for :func:`lazy_names`: those that ``package`` imports for type checkers.
+
+    Its ``__init__.py`` says each name once, as ``from package.module import name as name`` in ``if TYPE_CHECKING:``.
+    """
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    line = rf"^    from {re.escape(package)}\.(\S+) import (\w+) as \2$"
+    return {name: module for module, name in re.findall(line, source, re.MULTILINE)}
 
 
 @contextlib.contextmanager

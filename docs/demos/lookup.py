@@ -21,7 +21,7 @@ ALPHABET = ["<pad>", "<eos>", "<bos>", *DIGITS, ">", *LETTERS, "<unused1>", "<un
 
 
 class Lookup:
-    """The environment of one prompt, a :class:`~hwrl.rollout.TextEnvironment` with coroutines.
+    """The environment of one prompt, a :class:`~hwrl_workflows.TextEnvironment` with coroutines.
 
     A first question about a letter of the prompt earns 0.15. The answer earns the share of its correct digits, up to
     the rest of 1.
@@ -85,7 +85,7 @@ def _config(directory: Path, *, seed: int, asked: int) -> dict[str, object]:
             "n": 16,
             "max_new_tokens": asked + 1,
             "max_running": 256,
-            "workflow": "hwrl.rollout.environments:environment",
+            "workflow": "hwrl_workflows:environment",
             "workflow_options": {"make": f"{Path(__file__).absolute()}:Lookup", "max_turns": asked + 2},
             "max_model_len": 24,
         },

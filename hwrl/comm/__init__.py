@@ -4,7 +4,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
-from hwrl.comm.sockets import process_sockets
+from hwrl.comm.sockets import process_sockets, reachable_host
 from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import (
     PrefixStore,
@@ -37,6 +37,7 @@ __all__ = [
     "is_on_loopback",
     "process_sockets",
     "raw_bytes",
+    "reachable_host",
     "serve_store",
     "store_address",
     "store_failures",

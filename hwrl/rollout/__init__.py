@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_modules
+from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.rollout.chat import ChatTokens as ChatTokens
+    from hwrl.rollout.chat import Conversation as Conversation
+    from hwrl.rollout.chat import TooLongError as TooLongError
+    from hwrl.rollout.chat import arguments_object as arguments_object
+    from hwrl.rollout.chat import content_text as content_text
     from hwrl.rollout.chat import decode_text as decode_text
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
@@ -27,9 +31,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import Prompts as Prompts
     from hwrl.rollout.data import check_prompts as check_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
-    from hwrl.rollout.endpoint.session import Endpoint as Endpoint
-    from hwrl.rollout.environments import TextEnvironment as TextEnvironment
-    from hwrl.rollout.environments import environment as environment
     from hwrl.rollout.evaluator import EvaluatedPrompt as EvaluatedPrompt
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.generation import NoRewards as NoRewards
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
-    from hwrl.rollout.judge import Judge as Judge
     from hwrl.rollout.leases import LeaseQueue as LeaseQueue
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward import RewardFunction as RewardFunction
     from hwrl.rollout.reward import Scores as Scores
     from hwrl.rollout.reward import load_reward as load_reward
+    from hwrl.rollout.reward import metrics_of as metrics_of
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
     from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.stops import text_decoder as text_decoder
     from hwrl.rollout.tool_calls import HERMES as HERMES
     from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
-    from hwrl.rollout.tools import tool_use as tool_use
     from hwrl.rollout.tracing import traced as traced
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
@@ -86,37 +86,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import load_workflow as load_workflow
     from hwrl.rollout.workflow import single_turn as single_turn
 
-_MODULE_OF = names_of_modules(
-    {
-        "chat": "ChatTokens decode_text",
-        "checks": "require_adapter require_awake require_base require_fit require_held require_memory_tags "
-        "require_no_adapter require_same_model require_sleep require_weights",
-        "data": "DataKeys Prompt Prompts check_prompts",
-        "embedded": "EmbeddedEngine",
-        "endpoint.session": "Endpoint",
-        "environments": "TextEnvironment environment",
-        "evaluator": "EvaluatedPrompt Evaluation Evaluator",
-        "generation": "GroupGenerator NoRewards PendingGroup SampleGenerator",
-        "judge": "Judge",
-        "leases": "LeaseQueue LedgerClient",
-        "ledger": "LedgerCounts PromptLease PromptLedger UntrainedPrompts has_variance",
-        "memory": "embedded_memory model_nbytes",
-        "model_link": "INCARNATION EngineModels ModelLink ReceivedModels RetryingReceiver",
-        "policy_client": "PolicyClient TrajectoryBuilder",
-        "prompt_order": "Curriculum PromptSet PromptStream mixture",
-        "reward": "Reward RewardFunction Scores load_reward",
-        "reward_workers": "RewardWorkers Scorer",
-        "rollouter": "LoopSettings Rollouter",
-        "rows": "HUB digest_rows",
-        "slots": "cache_token_nbytes",
-        "stops": "StopFinder stop_finder text_decoder",
-        "tool_calls": "HERMES parse_tool_calls",
-        "tools": "tool_use",
-        "tracing": "traced",
-        "weight_updater": "AdapterUpdater ModelUpdater WeightUpdater",
-        "workflow": "Workflow WorkflowFactory WorkflowGenerator WorkflowSettings load_workflow single_turn",
-    }
-)
+_MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -58,7 +58,7 @@ class CallThreads(ThreadPoolExecutor):
         self._name, self._at_once = name, at_once
         self._queue: deque[_ThreadCall] = deque()
         self._running: dict[Future[Any], Caller | None] = {}  # the calls that have a place
-        self._workers = self._idle = 0  # idle workers wait for a call, or are about to take one
+        self._idle = 0  # threads that wait for a call, or are about to take one
         self._is_shut = False
         self._changed = threading.Condition()
 
@@ -71,25 +71,23 @@ class CallThreads(ThreadPoolExecutor):
         with self._changed:
             if self._is_shut:
                 raise RuntimeError("these threads take no calls any longer")
-            is_abandoned = call.caller is not None and call.caller.abandoned
-            if not is_abandoned:
+            if call.caller is not None and call.caller.abandoned:
+                self._begin(call)
+            else:
                 self._queue.append(call)
+                self._begin_threads()
                 self._changed.notify()
-        self._run_alone(call) if is_abandoned else self._add_workers()
         return future
 
     def abandon(self, caller: Caller) -> None:
         """Set ``caller.abandoned``: its calls have no places from now on."""
         with self._changed:
             caller.abandoned = True
-            running = [future for future, its in self._running.items() if its is caller]
-            queued = [call for call in self._queue if call.caller is caller]
-            for call in queued:
+            self._running = {future: its for future, its in self._running.items() if its is not caller}
+            for call in [call for call in self._queue if call.caller is caller]:
                 self._queue.remove(call)
-        for future in running:
-            self._give_up(future)
-        for call in queued:
-            self._run_alone(call)
+                self._begin(call)
+            self._begin_threads()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as there
         """Let no queued call begin. Never waits for a running one."""
@@ -98,74 +96,47 @@ class CallThreads(ThreadPoolExecutor):
             self._queue.clear()
             self._changed.notify_all()
 
-    # -- threads begin and are given up -------------------------------------------------------------------------
+    def _begin_threads(self) -> None:
+        """Begin the threads that the queue wants; without any, its calls fail."""
+        while len(self._queue) > self._idle and len(self._running) + self._idle < self._at_once:
+            if not self._begin():
+                break
 
-    def _run_alone(self, call: _ThreadCall) -> None:
-        if call.future.done():
-            return  # it was cancelled in the queue
+    def _begin(self, alone: _ThreadCall | None = None) -> bool:
+        """Begin a thread for ``alone``, or one that takes queued calls; return whether the system has one."""
         try:
-            self._begin(lambda: call.end(*call.outcome()))
-        except RuntimeError as exc:  # the system has no more threads
-            call.end(None, exc)
-
-    def _add_workers(self) -> None:
-        """Begin the workers that the queue wants."""
-        while self._add_worker():
-            try:
-                self._begin(self._work)
-            except RuntimeError as exc:
-                self._lose_worker(exc)
-                return
-
-    def _begin(self, function: Callable[[], Any]) -> None:
-        threading.Thread(target=function, name=self._name, daemon=True).start()
-
-    def _add_worker(self) -> bool:
-        """Count one more worker if the queue wants it and there is room; return whether."""
-        with self._changed:
-            wanted = len(self._queue) > self._idle and self._workers < self._at_once
-            self._workers, self._idle = self._workers + wanted, self._idle + wanted
-            return wanted
-
-    def _lose_worker(self, error: RuntimeError) -> None:
-        """Count a worker less that could not begin. If none is left, the queued calls fail with ``error``."""
-        with self._changed:
-            self._workers, self._idle = self._workers - 1, self._idle - 1
-            hopeless = [] if self._workers else list(self._queue)
-            if hopeless:
-                self._queue.clear()
-        for call in hopeless:
-            call.end(None, error)
-
-    def _note_end(self, future: Future[Any]) -> None:
-        if future.cancelled():
-            self._give_up(future)
+            threading.Thread(target=self._work, args=[alone], name=self._name, daemon=True).start()
+        except RuntimeError as exc:
+            hopeless = [alone] if alone else [] if self._running or self._idle else list(self._queue)
+            for call in hopeless:
+                call.end(None, exc)
+            return False
+        self._idle += alone is None
+        return True
 
     def _give_up(self, future: Future[Any]) -> None:
-        """Count the worker of this call no longer, if it still runs the call."""
+        """Count the thread of a cancelled call no longer, if it still runs the call."""
         with self._changed:
-            if future not in self._running:
+            if future.cancelled() and future in self._running:
+                del self._running[future]
+                self._begin_threads()
+
+    # -- in a thread --------------------------------------------------------------------------------------------
+
+    def _work(self, alone: _ThreadCall | None) -> None:
+        """Run the call ``alone``, or one queued call after another. A future stays pending, so it can be cancelled."""
+        if alone is not None and not alone.future.done():
+            alone.end(*alone.outcome())
+        while alone is None and (call := self._take()) is not None:
+            call.future.add_done_callback(self._give_up)
+            result, error = call.outcome()
+            with self._changed:  # before the end: the caller's next call finds this thread idle
+                goes_on = call.future in self._running
+                self._running.pop(call.future, None)
+                self._idle += goes_on
+            call.end(result, error)
+            if not goes_on:
                 return
-            del self._running[future]
-            self._workers -= 1
-        self._add_workers()
-
-    # -- in a worker --------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run the next call. Its future stays pending, so that it can be cancelled. Return whether to go on."""
-        call = self._take()
-        if call is None:
-            return False
-        call.future.add_done_callback(self._note_end)
-        result, error = call.outcome()
-        goes_on = self._free(call.future)  # before the end: the caller's next call finds this worker idle
-        call.end(result, error)
-        return goes_on
 
     def _take(self) -> _ThreadCall | None:
         """Wait for the next call for which somebody waits; None if there will be none."""
@@ -178,15 +149,5 @@ class CallThreads(ThreadPoolExecutor):
                         self._running[call.future] = call.caller
                         return call
                 if self._is_shut:
-                    self._workers, self._idle = self._workers - 1, self._idle - 1
                     return None
                 self._changed.wait()
-
-    def _free(self, future: Future[Any]) -> bool:
-        """Return whether the worker of this call still counts; then it is idle."""
-        with self._changed:
-            if future not in self._running:
-                return False
-            del self._running[future]
-            self._idle += 1
-            return True

@@ -103,7 +103,18 @@ class Prompts(Sequence[Prompt]):
 
     def _encoded(self, place: str, row: dict[str, Any]) -> Prompt:
         prompt = row[self._keys.prompt]
-        text, token_ids = _encoded(prompt, row.get("tools"), self._encode, place=place)
+        options = {} if row.get("tools") is None else {"tools": row["tools"]}
+        try:
+            text, encoded = self._encode(prompt, **options)
+        except TooLongError as exc:
+            raise DataError(f"{place} has too long a prompt", why=f"{exc.what}: {exc.why}", fix=_FIX_LENGTH) from exc
+        except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
+            raise DataError(
+                f"the prompt of {place} cannot be encoded",
+                why=f"{exc.what}: {exc.why}" if isinstance(exc, DataError) else message_of(exc),
+                fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
+            ) from exc
+        token_ids = np.array(encoded, dtype=np.int32)
         if not 1 <= len(token_ids) <= self._longest:
             raise DataError(
                 f"{place} has a prompt of {len(token_ids)} tokens",
@@ -163,17 +174,3 @@ def _is_prompt(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) -> tuple[str, Ints]:
-    try:
-        text, token_ids = encode(prompt) if tools is None else encode(prompt, tools=tools)
-    except TooLongError as exc:
-        raise DataError(f"{place} has too long a prompt", why=f"{exc.what}: {exc.why}", fix=_FIX_LENGTH) from exc
-    except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
-        raise DataError(
-            f"the prompt of {place} cannot be encoded",
-            why=f"{exc.what}: {exc.why}" if isinstance(exc, DataError) else message_of(exc),
-            fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
-        ) from exc
-    return text, np.array(token_ids, dtype=np.int32)

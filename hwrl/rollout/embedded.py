@@ -285,7 +285,11 @@ class EmbeddedEngine(RolloutEngine):
 
     def _continue(self, running: int) -> None:
         rows = slice(0, running)
-        division = self._divide(rows)
+        lengths = self._length[rows].cpu().numpy()
+        if self._calls.divisible:
+            division = self._divider.divide(lengths, position_nbytes=self._cache.position_nbytes())
+        else:
+            division = RowDivision([RowRange(rows, int(lengths.max()))])
         if division.sources:
             self._move(division.sources, division.targets)
         used, last = division.ranges[0].positions, self._length[rows] - 1
@@ -295,12 +299,6 @@ class EmbeddedEngine(RolloutEngine):
         with divided(self.model, division.ranges):
             logits = self._calls(self._cache, tokens, last[:, None], mask, torch.zeros_like(last))
         self._sample(rows, logits)
-
-    def _divide(self, rows: slice) -> RowDivision:
-        lengths = self._length[rows].cpu().numpy()
-        if not self._calls.divisible:
-            return RowDivision([RowRange(rows, int(lengths.max()))])
-        return self._divider.divide(lengths, position_nbytes=self._cache.position_nbytes())
 
     def _prefill_parts(self, rows: slice) -> Iterator[tuple[slice, list[int]]]:
         """Yield parts of ``rows`` of at most ``prefill_tokens`` padded tokens, or of one prompt.
@@ -359,7 +357,9 @@ class EmbeddedEngine(RolloutEngine):
         """Return a random number from [0, 1) for each token of each response (requests × ``max_length``, float32)."""
         draws = np.zeros((len(requests), self._max_length), dtype=np.float32)
         for row, request in zip(draws, requests, strict=True):
-            random = np.random.default_rng(_entropy(self._seed, request))
+            own = request.sampling.seed
+            entropy = [self._seed, request.request_id] if own is None else np.random.SeedSequence(own, spawn_key=(0,))
+            random = np.random.default_rng(entropy)
             begin, count = len(request.prompt_ids), request.sampling.max_new_tokens
             row[begin : begin + count] = random.random(count, dtype=np.float32)
         return torch.from_numpy(draws)
@@ -429,12 +429,6 @@ class EmbeddedEngine(RolloutEngine):
         per_token = (self._tokens, self._logprobs, self._draws, self._versions)
         for state in (*per_token, self._length, self._limit):
             state[to_rows] = state[from_rows]
-
-
-def _entropy(seed: int, request: GenerationRequest) -> Any:
-    """Return the entropy of a request's random numbers: of its own seed, or of the engine's ``seed`` and its number."""
-    own = request.sampling.seed
-    return [seed, request.request_id] if own is None else np.random.SeedSequence(own, spawn_key=(0,))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

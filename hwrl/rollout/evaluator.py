@@ -45,7 +45,12 @@ class Evaluation:
     def version(self) -> int:
         """The oldest version of any token. Raises DataError without a token: no weights were evaluated."""
         if self.oldest_version is None:
-            raise _nothing_generated(len(self.prompts), self.failure)
+            raise DataError(
+                f"no response to any of {len(self.prompts)} evaluation prompts could be generated",
+                why=self.failure,
+                fix="fix the cause, in the workflow for example; rollout.on_failure=skip goes on without single "
+                "prompts only",
+            )
         return self.oldest_version
 
     @classmethod
@@ -164,7 +169,8 @@ class Evaluator:
             elif self._current is not None:
                 answer.set_exception(InvalidStateError("an evaluation is already under way"))
             elif not prompts:
-                answer.set_exception(_no_prompts())
+                why, fix = "the evaluation has no prompts", "give at least one prompt, or request no evaluation"
+                answer.set_exception(DataError("there is nothing to evaluate", why=why, fix=fix))
             else:
                 self._current = self._new(prompts, answer, places)
         return answer
@@ -231,15 +237,22 @@ class Evaluator:
     ) -> Evaluation | DataError:
         groups = current.groups
         unjudged = {index for index, _ in failed}
-        versions = [version for _, group in groups if (version := _oldest_version(group)) is not None]
+        segments = [part for _, group in groups for row in group.trajectories for part in row.segments]
+        versions = [int(part.versions.min()) for part in segments if part.versions is not None]
+        failure = str(failed[0][1].result().failure) if failed else ""
         if failed and not self._skips:
-            return _error_of(failed[0][1], failed=len(unjudged), count=len(current.prompts))
+            return DataError(
+                f"{len(unjudged)} of {len(current.prompts)} evaluation prompts could not be scored",
+                why=failure,
+                fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such "
+                "errors; with rollout.on_failure=skip the evaluation goes on without them",
+            )
         metrics: list[list[dict[str, float]]] = [[] for _ in current.prompts]
         for index, group in groups:
             if index not in unjudged:
-                metrics[index] += _sample_metrics(group)
+                rows = iter(group.metrics())
+                metrics[index] += [mean_metrics(islice(rows, len(sample))) for sample in group.samples]
         prompts = [EvaluatedPrompt(prompt.source, rows) for prompt, rows in zip(current.prompts, metrics, strict=True)]
-        failure = str(failed[0][1].result().failure) if failed else ""
         return Evaluation(min(versions, default=None), incarnation, prompts, failure)
 
     def close(self) -> None:
@@ -249,43 +262,6 @@ class Evaluator:
             if self._current is not None:
                 self._current.answer.set_exception(_no_evaluation())
             self._current = None
-
-
-def _oldest_version(group: PendingGroup) -> int | None:
-    """Return the oldest version of the policy's tokens; None without a generated sample."""
-    parts = [part for row in group.trajectories for part in row.segments]
-    return min((int(part.versions.min()) for part in parts if part.versions is not None), default=None)
-
-
-def _sample_metrics(group: PendingGroup) -> list[dict[str, float]]:
-    """Return the metrics of each sample: the means over its trajectories."""
-    rows = iter(group.metrics())
-    return [mean_metrics(islice(rows, len(sample))) for sample in group.samples]
-
-
-def _error_of(group: PendingGroup, *, failed: int, count: int) -> DataError:
-    return DataError(
-        f"{failed} of {count} evaluation prompts could not be scored",
-        why=str(group.result().failure),
-        fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors; with "
-        "rollout.on_failure=skip the evaluation goes on without them",
-    )
-
-
-def _nothing_generated(count: int, failure: str) -> DataError:
-    return DataError(
-        f"no response to any of {count} evaluation prompts could be generated",
-        why=failure,
-        fix="fix the cause, in the workflow for example; rollout.on_failure=skip goes on without single prompts only",
-    )
-
-
-def _no_prompts() -> DataError:
-    return DataError(
-        "there is nothing to evaluate",
-        why="the evaluation has no prompts",
-        fix="give at least one prompt, or request no evaluation",
-    )
 
 
 def _no_evaluation() -> EngineError:

@@ -71,33 +71,3 @@ class LeaseQueue:
         ready = [lease for lease in self._waiting if lease.incarnation == incarnation and lease.version <= version]
         self._waiting = [lease for lease in self._waiting if lease not in ready and lease.incarnation >= incarnation]
         return ready
-
-    def drop_older(self, *, incarnation: int) -> None:
-        """Drop the waiting leases of earlier incarnations. Those of a later one wait for its weights."""
-        self._waiting = [lease for lease in self._waiting if lease.incarnation >= incarnation]
-
-
-class ProgressReports:
-    """Reports the leases with progress to the ledger every ``interval_s``. Without progress a replica counts as hung.
-
-    The loop of the rollouter sends the reports, so a loop that hangs sends none. Leases in generation, and those that
-    wait for it, have progress while the generator has (:meth:`~hwrl.rollout.generation.SampleGenerator.has_progress`).
-    A group that is being scored always has progress: the calls of the reward function have a time limit of their own.
-    """
-
-    def __init__(self, ledger: LedgerClient, *, interval_s: float = 1.0) -> None:
-        self._ledger, self._interval_s = ledger, interval_s
-        self._due_s = 0.0
-        self.generated = False
-        """Whether the generator has made a step since the last report."""
-
-    def is_due(self, *, generated: bool) -> bool:
-        """Note whether the generator has made a step in this turn of the loop; return whether a report is due."""
-        self.generated |= generated
-        return time.monotonic() >= self._due_s
-
-    def send(self, leases: Sequence[PromptLease]) -> None:
-        """Report progress on ``leases``."""
-        self.generated, self._due_s = False, time.monotonic() + self._interval_s
-        if leases:
-            self._ledger.renew(leases)

@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -103,54 +103,32 @@ class RetryingReceiver(PolledLink):
         return self.receiver.poll() is not None
 
 
-class ModelLink(Protocol):
-    """A link of whole models for an engine. For an engine with an adapter these are base models."""
+class ReceivedModels(RetryingReceiver):
+    """A link of whole models that receives each version into this process, then loads it into the engine.
 
-    @property
-    def nbytes(self) -> int:
-        """Received bytes so far."""
+    The old version serves until the new one is whole. The link has memory for two versions beside the engine's. With
+    ``as_base`` these are base models, for an engine with an adapter.
+    """
 
-    def poll(self) -> bool:
-        """Return whether a new version was offered at the last look into the store."""
-
-    def look(self) -> bool:
-        """Look into the store, and return whether a new version is offered."""
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        receiver: WeightReceiver,
+        *,
+        timeout_s: float,
+        as_base: bool = False,
+        poll_s: float = 0.005,
+    ) -> None:
+        super().__init__(receiver, timeout_s=timeout_s, poll_s=poll_s)
+        self._engine, self._as_base = engine, as_base
 
     def load(self, *, incarnation: int) -> Loaded | None:
-        """Bring the offered version into the engine. Blocks.
+        """Receive the offered version, and load it. Blocks.
 
         Returns None if the transfer failed, and if the version is dropped because it comes from an earlier incarnation
         than ``incarnation``. Raises EngineError if the engine failed.
         """
-
-    def release(self) -> None:
-        """Free memory while the engine sleeps."""
-
-    def join(self) -> None:
-        """Join the link again, for the newest version and later ones."""
-
-    def close(self) -> None:
-        """Leave the link, and free its memory."""
-
-
-class ReceivedModels:
-    """A model link that receives a whole version into this process, then loads it into the engine.
-
-    The old version serves until the new one is whole. The link has memory for two versions beside the engine's.
-    """
-
-    def __init__(self, engine: RolloutEngine, link: RetryingReceiver, *, as_base: bool = False) -> None:
-        self._engine, self._link, self._as_base = engine, link, as_base
-        self.poll, self.look, self.join, self.close = link.poll, link.look, link.join, link.close
-
-    @property
-    def nbytes(self) -> int:
-        """Received bytes so far."""
-        return self._link.nbytes
-
-    def load(self, *, incarnation: int) -> Loaded | None:
-        """Receive the offered version, and load it; see :class:`ModelLink`."""
-        received = self._link.receive()
+        received = self.receive()
         if received is None or is_outdated(received, incarnation):
             return None
         if self._as_base:
@@ -160,12 +138,12 @@ class ReceivedModels:
         return Loaded(received.version, received.metadata, received.nbytes)
 
     def release(self) -> None:
-        """Free the room for two versions."""
-        self._link.receiver.release()
+        """Free the room for two versions while the engine sleeps."""
+        self.receiver.release()
 
 
 class EngineModels(PolledLink):
-    """A model link whose versions go directly into the engine's weights, by the engine's own receivers.
+    """A link of whole models whose versions go directly into the engine's weights, by the engine's own receivers.
 
     The engine has no version from the begin of a transfer to its end.
 
@@ -199,6 +177,7 @@ class EngineModels(PolledLink):
         self._checked = ("", 0)  # the newest layout that fits the engine's model: its hash, its tensors' bytes
 
     def load(self, *, incarnation: int) -> Loaded | None:
+        """Let the engine receive the offered version; see :meth:`ReceivedModels.load`."""
         self._polled_s = -math.inf
         try:
             return self._receive(incarnation)
@@ -292,6 +271,10 @@ class EngineModels(PolledLink):
             limit_s=self._timeout_s + 2 * limits.decision_s,
             once=self._once,
         )
+
+
+ModelLink: TypeAlias = ReceivedModels | EngineModels
+"""A link of whole models for an engine."""
 
 
 def is_outdated(offered: Received | Proposal, incarnation: int) -> bool:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Ints, Response, Sampling, Segment, Trajectory
 from hwrl.rollout.chat import ChatTokens
-
-if TYPE_CHECKING:
-    from hwrl.rollout.endpoint.server import EndpointServer
-    from hwrl.rollout.endpoint.session import Endpoint
 
 
 class PolicyClient:
@@ -34,9 +28,8 @@ class PolicyClient:
         sampling: Sampling,
         max_length: int,
         vocabulary: int,
-        serve: Callable[[], EndpointServer],
     ) -> None:
-        self._generate, self.vocabulary, self._serve = generate, vocabulary, serve
+        self._generate, self.vocabulary = generate, vocabulary
         self.tokenizer, self.chat = chat.tokenizer, chat
         self.sampling, self.max_length = sampling, max_length
 
@@ -72,15 +65,6 @@ class PolicyClient:
     def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
         """Return a builder of a trajectory that begins with ``prompt_ids``."""
         return TrajectoryBuilder(self, prompt_ids)
-
-    @contextlib.asynccontextmanager
-    async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Serve the policy to an agent over HTTP while the block runs; see :class:`Endpoint`.
-
-        Raises UnsupportedError if hwrl's extra ``agents`` is not installed.
-        """
-        with self._serve().open(self, chat=self.chat) as endpoint:
-            yield endpoint
 
 
 class TrajectoryBuilder:

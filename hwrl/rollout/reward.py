@@ -33,14 +33,14 @@ class RewardColumns:
     parameters.
     """
 
-    required: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
+    required: Collection[str] = ()
+    optional: Collection[str] = ()
     rest: bool = False
-    taken: frozenset[str] = frozenset()
+    taken: Collection[str] = ()
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of ``row`` that the function gets."""
-        named = self.required | self.optional
+        named = {*self.required, *self.optional}
         return {name: row[name] for name in row if name in named or (self.rest and name not in self.taken)}
 
 
@@ -111,11 +111,22 @@ class RewardFunction:
             )
         return [metrics_of(one) for one in result]
 
-    def where(self, index: int, work: ToScore) -> str:
-        """Return the end of a message about call ``index``: for which response, or how many."""
-        if self._batch or not work.texts:
-            return f"for {len(work.texts)} responses"
-        return f"for the response {short_repr(work.texts[index])}"
+    def take(self, outcome: Callable[[], Any], scores: Scores, work: ToScore, *, index: int) -> bool:
+        """Add the metrics of the result that ``outcome`` returns, or its failure; return False for another attempt.
+
+        It is the outcome of call ``index``; it may raise anything.
+        """
+        scores.failure = None
+        try:
+            scores.metrics += self.metrics_of(outcome(), work)
+        except UnjudgedError as exc:
+            scores.failure = f"{exc} {where(work.texts, None if self._batch else index)}"
+        except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+            scores.errors += 1
+            raised = f"the reward function raised {short_repr(exc)}"
+            scores.failure = f"{raised} {where(work.texts, None if self._batch else index)}"
+            return False
+        return True
 
 
 class UnjudgedError(Exception):
@@ -132,33 +143,30 @@ def load_reward(target: str, *, source: bytes | None = None) -> Reward:
 
 
 def score(
-    reward: RewardFunction, work: ToScore, *, attempts: int, begin: Callable[[int], None] = lambda index: None
+    reward: RewardFunction,
+    work: ToScore,
+    *,
+    attempts: int,
+    begin: Callable[[int, int], None] = lambda index, attempt: None,
 ) -> Scores:
     """Call ``reward``, not an async one, for each response. A call that raises has up to ``attempts`` attempts.
 
-    ``begin`` is called with the call's index before each attempt. The first failure ends the scoring.
+    ``begin`` is called with the call's index and the attempt before each attempt. The first failure ends the scoring.
     """
     scores = Scores()
     for index, call in enumerate(reward.calls(work)):
         for attempt in range(1, attempts + 1):
-            begin(index)
-            try:
-                scores.metrics += reward.metrics_of(call(), work)
+            begin(index, attempt)
+            if reward.take(call, scores, work, index=index):
                 break
-            except UnjudgedError as exc:
-                scores.failure = f"{exc} {reward.where(index, work)}"
-                return scores
-            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
-                scores.errors += 1
-                if attempt == attempts:
-                    scores.failure = describe_error(exc, reward.where(index, work))
-                    return scores
+        if scores.failure is not None:
+            break
     return scores
 
 
-def describe_error(exc: BaseException, where: str) -> str:
-    """Return the reason of a failure: the function raised ``exc``; ``where`` is from :meth:`RewardFunction.where`."""
-    return f"the reward function raised {short_repr(exc)} {where}"
+def where(texts: Sequence[str], index: int | None) -> str:
+    """Return the end of a message about a call: for which of the responses, or how many if ``index`` is None."""
+    return f"for {len(texts)} responses" if index is None else f"for the response {short_repr(texts[index])}"
 
 
 def metrics_of(result: Any) -> dict[str, float]:
@@ -198,10 +206,10 @@ def _columns_of(function: Reward) -> RewardColumns:
             fix="write: def reward(prompt, response, answer)",
         )
     named = [one for one in parameters if one.kind is one.KEYWORD_ONLY] + by_place[_POSITIONAL:]
-    required = frozenset(one.name for one in named if one.default is one.empty)
-    optional = frozenset(one.name for one in named) - required
+    required = [one.name for one in named if one.default is one.empty]
+    optional = [one.name for one in named if one.default is not one.empty]
     rest = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    taken = frozenset(one.name for one in by_place[:_POSITIONAL] if one.kind is one.POSITIONAL_OR_KEYWORD)
+    taken = [one.name for one in by_place[:_POSITIONAL] if one.kind is one.POSITIONAL_OR_KEYWORD]
     return RewardColumns(required, optional, rest, taken)
 
 

@@ -3,9 +3,8 @@
 The process imports neither torch nor numpy, unless the user's function does: so it starts in 0.1 s. With an async
 function it scores many prompts at once (:mod:`hwrl.rollout.reward_loop`).
 
-A frame is its length (8 bytes) and its content. A job for the process is its number (8 bytes) and a pickle, because the
-``answer`` of a row may be any value; the replica itself writes the pickle. The process sends JSON back: the job's
-number and the result.
+A job for the process is its number (8 bytes) and a pickle, because the ``answer`` of a row may be any value; the
+replica itself writes the pickle. The process sends JSON back: the job's number and the result.
 """
 
 from __future__ import annotations
@@ -14,34 +13,29 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import mmap
 import os
 import pickle
 import signal
-import socket
 import struct
 import sys
 import time
 from dataclasses import astuple, dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from hwrl.errors import HwrlError
 from hwrl.rollout.reward import RewardFunction, Scores, ToScore, load_reward, score
 
-CALL = struct.Struct("<dQQ")
-"""The note that a call begins: the time (seconds of ``time.monotonic``), the job's number, the call's index.
-
-With the number LOADED it belongs to no call: the process notes that its event loop is alive.
-"""
 JOB = struct.Struct("<Q")
 """A job's number, from 1 on."""
 LOADED = 0
 """The number of the first answer. It says that the function is loaded, or has the sentences of the error."""
-LENGTH = struct.Struct("<Q")
-"""The length of a frame."""
 LOOP_BROKEN = 83
 """The status of a process that ended because its function stopped the event loop, or cancelled tasks of others."""
 _PR_SET_PDEATHSIG = 1
+_ALIVE, _CALL = struct.Struct("<d"), struct.Struct("<dQQQ")
 
 
 @dataclass(frozen=True)
@@ -60,34 +54,33 @@ class RewardSettings:
     timeout_s: float = 300.0
 
 
-def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Send ``content`` as one frame. Blocks until the socket has taken it; raises OSError."""
-    connection.sendall(frame_of(content))
+class Notes:
+    """What a process and its replica know of the newest call, also while the process hangs: memory of both.
+
+    ``descriptor`` is that of a file of at least :attr:`size` bytes.
+    """
+
+    size = _CALL.size
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, self.size)
+
+    def note_call(self, job: int, index: int, attempt: int) -> None:
+        """Note that ``attempt`` of call ``index`` of ``job`` begins."""
+        _CALL.pack_into(self._memory, 0, time.monotonic(), job, index, attempt)
+
+    def note_alive(self) -> None:
+        """Note that the event loop of the process is alive."""
+        _ALIVE.pack_into(self._memory, 0, time.monotonic())
+
+    def read(self) -> tuple[float, int, int, int]:
+        """Return the newest sign of life (seconds of ``time.monotonic``), and the arguments of the newest call."""
+        alive_s, job, index, attempt = _CALL.unpack_from(self._memory)
+        return alive_s, job, index, attempt
 
 
-def frame_of(content: bytes) -> bytes:
-    """Return ``content`` as one frame."""
-    return LENGTH.pack(len(content)) + content
-
-
-def receive_frame(connection: socket.socket) -> bytes:
-    """Return the content of the next frame. Blocks; raises EOFError if the other end is closed, or OSError."""
-    (nbytes,) = LENGTH.unpack(_receive(connection, LENGTH.size))
-    return _receive(connection, nbytes)
-
-
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    content = bytearray()
-    while len(content) < nbytes:
-        part = connection.recv(min(nbytes - len(content), 1 << 20))
-        if not part:
-            raise EOFError("the other end is closed")
-        content += part
-    return bytes(content)
-
-
-def main(jobs: int, calls: int, parent: int) -> None:
-    """Serve jobs from the socket ``jobs`` until it is closed; note each call in the pipe ``calls``.
+def main(jobs: int, notes: int, parent: int) -> None:
+    """Serve jobs from the socket ``jobs`` until it is closed; note each call in the file ``notes``.
 
     Both are file descriptors; ``parent`` is the replica's process id. The process ends with its parent. It ignores
     Ctrl-C, because the replica decides when its workers end.
@@ -96,34 +89,34 @@ def main(jobs: int, calls: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed process loses its buffer
-    for descriptor in (jobs, calls):
-        os.set_inheritable(descriptor, False)
+    os.set_inheritable(jobs, False)
+    memory = Notes(notes)
+    os.close(notes)
     with contextlib.suppress(EOFError, ConnectionError):  # the replica has closed its workers, or is dead
-        _serve(socket.socket(fileno=jobs), calls)
+        _serve(Connection(jobs), memory)
 
 
-def _serve(connection: socket.socket, calls: int) -> None:
-    settings: RewardSettings = pickle.loads(receive_frame(connection))
+def _serve(connection: Connection, notes: Notes) -> None:
+    settings: RewardSettings = pickle.loads(connection.recv_bytes())
     try:
         reward = RewardFunction(load_reward(settings.function, source=settings.source), batch=settings.batch)
     except HwrlError as exc:
-        send_frame(connection, answer_of(LOADED, {"error": [exc.what, exc.why, exc.fix]}))
+        connection.send_bytes(answer_of(LOADED, {"error": [exc.what, exc.why, exc.fix]}))
         return
-    columns = [[*part] if isinstance(part, frozenset) else part for part in astuple(reward.columns)]
     capacity = settings.concurrency if reward.is_async else 1
-    send_frame(connection, answer_of(LOADED, {"columns": columns, "capacity": capacity}))
+    connection.send_bytes(answer_of(LOADED, {"columns": astuple(reward.columns), "capacity": capacity}))
     if reward.is_async:
         from hwrl.rollout.reward_loop import serve  # imports asyncio
 
-        serve(connection, reward, settings, partial(_note_call, calls))
+        serve(connection, reward, settings, notes)
         return
     home = os.getcwd()
     while True:
-        job = receive_frame(connection)
+        job = connection.recv_bytes()
         (number,) = JOB.unpack_from(job)
         os.chdir(home)
-        result = _score(job[JOB.size :], reward, settings.attempts, partial(_note_call, calls, number))
-        send_frame(connection, answer_of(number, result))
+        result = _score(job[JOB.size :], reward, settings.attempts, partial(notes.note_call, number))
+        connection.send_bytes(answer_of(number, result))
 
 
 def answer_of(number: int, result: Any) -> bytes:
@@ -151,10 +144,6 @@ def _score(job: bytes, reward: RewardFunction, attempts: int, begin: partial[Non
 def not_scored(exc: BaseException) -> Scores:
     """Return the scores of a job that cannot be read, or cannot be scored because of ``exc``."""
     return Scores(errors=1, failure=f"scoring raised {type(exc).__name__}")
-
-
-def _note_call(calls: int, number: int, index: int) -> None:
-    os.write(calls, CALL.pack(time.monotonic(), number, index))
 
 
 def _end_with(parent: int) -> None:

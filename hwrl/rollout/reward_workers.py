@@ -7,13 +7,13 @@ import itertools
 import logging
 import math
 import pickle
-import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
 from hwrl.errors import DataError, short_repr
@@ -21,7 +21,7 @@ from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import Scores, ToScore
 from hwrl.rollout.reward_handle import RewardProcess, ScoringJob
-from hwrl.rollout.reward_process import LOADED, RewardSettings, receive_frame
+from hwrl.rollout.reward_process import LOADED, RewardSettings
 
 _log = logging.getLogger(__name__)
 _BACKLOG_S = 0.1
@@ -29,9 +29,7 @@ _BACKLOG_S = 0.1
 _EXIT_S = 1.0
 """How long a process may take to end after it closed its socket."""
 _TICK_S = 1.0
-"""The notes of running calls are read at least this often, so that their pipe does not fill up."""
-_SENDS = 2
-"""Attempts to send one job. One worker may have died while it was idle; a second one hardly."""
+"""Busy processes are looked at this often: a forked child may hide the end of one."""
 
 
 class Scorer(Protocol):
@@ -101,7 +99,6 @@ class RewardWorkers:
         self._next_start_s = -math.inf  # in seconds of time.monotonic: no additional worker starts before
         self._loaded: Future[None] = Future()
         self._closed = False
-        self._selector = selectors.DefaultSelector()
         self._wake_up_socket, self._waking_end = socket.socketpair()
         self._waking_end.setblocking(False)
         # This thread starts all processes, because the kernel ends a process with the thread that started it.
@@ -137,17 +134,17 @@ class RewardWorkers:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._selector, self._wake_up_socket, self._waking_end:
+        with self._wake_up_socket, self._waking_end:
             try:
-                self._selector.register(self._wake_up_socket, selectors.EVENT_READ)
                 self._start_worker()
                 while not self._closed:
                     self._send_jobs()
-                    for key, _ in self._selector.select(self._wait_s()):
-                        if key.data is None:
-                            self._wake_up_socket.recv(1 << 12)
+                    worker_of = {worker.connection: worker for worker in self._workers}
+                    for ready in wait([self._wake_up_socket, *worker_of], self._wait_s()):
+                        if isinstance(ready, Connection):
+                            self._receive(worker_of[ready])
                         else:
-                            self._receive(key.data)
+                            self._wake_up_socket.recv(1 << 12)
                     self._end_late()
             except Exception as exc:  # noqa: BLE001 - logged; the futures must not wait for ever
                 _log.exception("no more responses are scored")
@@ -168,38 +165,32 @@ class RewardWorkers:
 
     def _send_jobs(self) -> None:
         """Send waiting jobs to workers with room; start another worker if the oldest job has waited too long."""
-        while (job := self._next_job()) is not None:
+        while self._jobs:
+            job = self._jobs[0]
             worker = next((worker for worker in self._workers if worker.has_room_for(job)), None)
-            if worker is None:
+            if job.scores.cancelled():
+                self._jobs.popleft()
+            elif worker is not None:
+                self._send(self._jobs.popleft(), worker)
+            else:
                 break
-            self._jobs.popleft()
-            self._send(job, worker)
         if self._jobs and self._backlog_s() <= 0:
             self._start_worker()
-
-    def _next_job(self) -> ScoringJob | None:
-        """Return the oldest waiting job, after removing cancelled ones; None if there is none."""
-        while self._jobs and self._jobs[0].scores.cancelled():
-            self._jobs.popleft()
-        return self._jobs[0] if self._jobs else None
 
     def _send(self, job: ScoringJob, worker: RewardProcess) -> None:
         try:
             if not job.message:
                 job.texts = [self._decode(response.tolist()) for response in job.responses]
-                job.message = pickle.dumps(_to_score(job, worker))
+                columns = worker.columns.of({"source": job.prompt.source, **job.prompt.row})
+                job.message = pickle.dumps(ToScore(job.prompt.text, job.prompt.answer, job.texts, columns))
         except Exception as exc:  # noqa: BLE001 - from a tokenizer or an answer's class; it is reported
-            job.answer(_not_sent(exc))
+            failure = f"the responses cannot be sent to a reward worker: {short_repr(exc)}"
+            job.answer(Scores(errors=1, failure=failure))
             return
         try:
             worker.send(job)
-        except OSError as exc:  # it has died while it was idle
-            job.failed_sends += 1
-            if job.failed_sends < _SENDS:
-                self._jobs.appendleft(job)
-            else:
-                job.answer(_not_sent(exc))
-            self._lose(worker, self._remove(worker), died=True)
+        except OSError:  # it has died while it was idle, or does not read
+            self._lose(worker)
 
     def _backlog_s(self) -> float:
         """Return how long the oldest job must wait from now until another worker starts; inf: for an event."""
@@ -211,14 +202,10 @@ class RewardWorkers:
 
     def _start_worker(self) -> None:
         try:
-            worker = RewardProcess(self._settings, frame_timeout_s=self._frame_timeout_s)
+            self._workers.append(RewardProcess(self._settings, frame_timeout_s=self._frame_timeout_s))
         except OSError as exc:
-            self._note_failed_start(
-                DataError("no reward worker can start", why=str(exc), fix="free memory or processes")
-            )
-            return
-        self._workers.append(worker)
-        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+            fix = "free memory or processes"
+            self._note_failed_start(DataError("no reward worker can start", why=str(exc), fix=fix))
 
     def _note_failed_start(self, error: DataError) -> None:
         """Start no additional worker for ``retry_s``. If there is no other worker, fail the oldest job."""
@@ -233,21 +220,20 @@ class RewardWorkers:
 
     def _receive(self, worker: RewardProcess) -> None:
         try:
-            frame = receive_frame(worker.connection)
+            frame = worker.connection.recv_bytes()
         except (EOFError, OSError):
-            self._report_death(worker, self._remove(worker, grace_s=_EXIT_S))
+            self._lose(worker, grace_s=_EXIT_S)
             return
         try:
             error = worker.take_answer(frame)
         except (ValueError, TypeError, KeyError, RecursionError):
-            self._remove(worker)
-            self._report_death(worker, "sent an answer to no question (does it fork, and return twice?)")
+            self._lose(worker, "sent an answer to no question (does it fork, and return twice?)")
             return
+        if error is not None or worker.must_end:
+            self._workers.remove(worker)
+            worker.end()
         if error is not None:
-            self._remove(worker)
             self._note_failed_start(error)
-        elif worker.must_end:
-            self._remove(worker)
         elif not self._loaded.done():
             self._loaded.set_result(None)
 
@@ -256,64 +242,42 @@ class RewardWorkers:
 
         Remove those whose process has ended without an end of its socket, because a forked child holds it.
         """
-        for worker in [worker for worker in self._workers if worker.has_ended]:
-            self._report_death(worker, self._remove(worker))
         now_s = time.monotonic()
-        for worker in [worker for worker in self._workers if not worker.is_idle]:
-            if now_s - worker.called_s >= min(_TICK_S, self._timeout_s):
-                worker.read_calls()
-            if now_s - worker.called_s < self._limit_s(worker):
-                continue
-            self._remove(worker)
-            if worker.is_loading:
-                self._report_death(worker, f"was not ready within {self._load_limit_s:g} s")
-            else:
-                self._lose(worker, f"the reward function did not return within {self._timeout_s:g} s", died=False)
+        for worker in list(self._workers):
+            if worker.has_ended:
+                self._lose(worker)
+            elif not worker.is_idle and now_s - worker.called_s >= self._limit_s(worker):
+                self._lose(worker, f"was not ready within {self._load_limit_s:g} s", late=True)
 
     def _limit_s(self, worker: RewardProcess) -> float:
         return self._load_limit_s if worker.is_loading else self._timeout_s
 
-    def _report_death(self, worker: RewardProcess, how: str) -> None:
-        """Deal with a removed worker's jobs, or its failed start. ``how`` continues the words "its process"."""
+    def _lose(self, worker: RewardProcess, how: str = "", *, late: bool = False, grace_s: float = 0.0) -> None:
+        """End ``worker``, and queue its jobs again, each to run alone in its process; or fail its only job.
+
+        A ``late`` call fails its job at once, and the death of a process at the second time. ``how`` continues the
+        words "its process"; the default is how it ended. A process that has not loaded the function is a failed start.
+        """
+        self._workers.remove(worker)
+        ended, jobs = worker.end(grace_s=grace_s), list(worker.jobs.values())
+        why = f"its worker {how or ended} in the reward function"
+        if late:
+            why = f"the reward function did not return within {self._timeout_s:g} s"
         if worker.is_loading:
             what, fix = "a reward worker ended while it loaded the function", "look at what the module does"
-            self._note_failed_start(DataError(what, why=f"its process {how}", fix=fix))
-        else:
-            self._lose(worker, f"its worker {how} in the reward function", died=True)
-
-    def _lose(self, worker: RewardProcess, why: str, *, died: bool) -> None:
-        """Queue the jobs of a removed worker again, each to run alone in its process; or fail its only job.
-
-        A call over its limit fails its job at once, and the death of a process at the second time.
-        """
-        jobs = list(worker.jobs.values())
-        if not jobs:
+            self._note_failed_start(DataError(what, why=f"its process {how or ended}", fix=fix))
+        elif not jobs:
             _log.warning("an idle reward worker was lost: %s", why)
-        elif len(jobs) == 1 and (jobs[0].alone or not died):
+        elif len(jobs) == 1 and (jobs[0].alone or late):
             worker.fail(why)
         else:
             for job in jobs:
                 job.alone, job.errors = True, job.errors + (len(jobs) == 1)
             self._jobs.extendleft(reversed(jobs))
 
-    def _remove(self, worker: RewardProcess, *, grace_s: float = 0.0) -> str:
-        self._workers.remove(worker)
-        self._selector.unregister(worker.connection)
-        return worker.end(grace_s=grace_s)
-
     def _wait_s(self) -> float | None:
         """Return how long to wait for an event at most; None without limit."""
-        ends_s = [worker.called_s + self._limit_s(worker) for worker in self._workers if not worker.is_idle]
-        wait_s = min([_TICK_S, *(end_s - time.monotonic() for end_s in ends_s)]) if ends_s else math.inf
-        wait_s = min(wait_s, self._backlog_s() if self._jobs else math.inf)
+        busy = [worker for worker in self._workers if not worker.is_idle]
+        waits_s = [worker.called_s + self._limit_s(worker) - time.monotonic() for worker in busy]
+        wait_s = min([*waits_s, _TICK_S if busy else math.inf, self._backlog_s() if self._jobs else math.inf])
         return None if wait_s == math.inf else max(0.0, wait_s)
-
-
-def _not_sent(exc: Exception) -> Scores:
-    return Scores(errors=1, failure=f"the responses cannot be sent to a reward worker: {short_repr(exc)}")
-
-
-def _to_score(job: ScoringJob, worker: RewardProcess) -> ToScore:
-    prompt = job.prompt
-    columns = worker.columns.of({"source": prompt.source, **prompt.row})
-    return ToScore(prompt.text, prompt.answer, job.texts, columns)

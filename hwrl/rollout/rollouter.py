@@ -17,7 +17,7 @@ from hwrl.interfaces.tracing import Attribute
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
-from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
+from hwrl.rollout.leases import LeaseQueue, LedgerClient
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.tracing import SpanLog
@@ -91,7 +91,9 @@ class Rollouter:
         self._settings = settings
         self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
         self._spare_places = max(0, self._generator.room() - settings.group_size)  # beside a training group
-        self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger, interval_s=report_interval_s)
+        self._leases = LeaseQueue(ledger)
+        self._report_interval_s, self._report_due_s = report_interval_s, 0.0
+        self._has_generated = False  # since the last report of progress
         self._evaluator = Evaluator(
             rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
         )
@@ -158,7 +160,8 @@ class Rollouter:
             self._start_prompts()
         generated = self._generate()
         self._hand_in(self._collect_scored())
-        if self._progress.is_due(generated=generated):
+        self._has_generated |= generated
+        if time.monotonic() >= self._report_due_s:
             self._report_progress()
         self._sleep_if_idle()
         return generated
@@ -201,7 +204,6 @@ class Rollouter:
         for group in self._scoring:
             group.cancel()
         self._scoring = []
-        self._leases.drop_older(incarnation=self._incarnation)
         self._evaluator.restart()
 
     def _request_weights(self) -> None:
@@ -295,10 +297,17 @@ class Rollouter:
             self._ledger.complete(groups, self.stats())
 
     def _report_progress(self) -> None:
+        """Report the leases with progress to the ledger. Without progress a replica counts as hung.
+
+        Leases in generation, and those that wait for it, have progress while the generator has. A group that is being
+        scored always has progress: the calls of the reward function have a time limit of their own.
+        """
         leases = [group.lease for group in self._scoring if group.lease is not None]
-        if self._generator.has_progress(generated=self._progress.generated):
+        if self._generator.has_progress(generated=self._has_generated):
             leases += [*self._generator.leases(), *self._leases]
-        self._progress.send(leases)
+        self._has_generated, self._report_due_s = False, time.monotonic() + self._report_interval_s
+        if leases:
+            self._ledger.renew(leases)
 
     def _sleep_if_idle(self) -> None:
         level, now_s = self._settings.sleep_level, time.monotonic()

@@ -15,10 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
-from hwrl.errors import DataError, EngineError, UnsupportedError, short_repr
+import numpy as np
+
+from hwrl.errors import DataError, EngineError, short_repr
 from hwrl.interfaces import (
     GenerationRequest,
     Ints,
@@ -35,13 +37,10 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.policy_client import PolicyClient
+from hwrl.rollout.reward import metrics_of
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.rollout.tracing import SpanLog, current_log, trace_with
-from hwrl.rollout.workflow_checks import checked_sample
 from hwrl.user_code import load_function
-
-if TYPE_CHECKING:
-    from hwrl.rollout.endpoint.server import EndpointServer
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
@@ -106,7 +105,6 @@ class WorkflowSettings:
     ``attempts`` attempts of at most ``timeout_s`` each. An attempt over that limit is cancelled, and abandoned if it
     does not end within ``cancel_s`` then. A conversation has at most ``max_length`` tokens, with ids below
     ``vocabulary``. The tokens ``end_ids`` end a response. ``parse_tools`` reads tool calls in the policy's text.
-    Endpoints listen at ``endpoint_host``, an address of this machine.
     """
 
     group_size: int
@@ -118,7 +116,6 @@ class WorkflowSettings:
     attempts: int = 2
     end_ids: Collection[int] = ()
     parse_tools: ToolParser = parse_tool_calls
-    endpoint_host: str = "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -159,7 +156,6 @@ class WorkflowGenerator(SampleGenerator):
         self._chat = ChatTokens(
             tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools, max_length=settings.max_length
         )
-        self._server: EndpointServer | None = None
         self._runs: set[_GroupRun] = set()
         self._requests: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}
@@ -206,7 +202,6 @@ class WorkflowGenerator(SampleGenerator):
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
             vocabulary=self._settings.vocabulary,
-            serve=self._serve,
         )
         run = _GroupRun(group, client)
         self._runs.add(run)
@@ -308,12 +303,6 @@ class WorkflowGenerator(SampleGenerator):
     def _note_turn(self) -> None:
         self._loop_turned = True
 
-    def _serve(self) -> EndpointServer:
-        """Return the server of this replica's endpoints; the first call starts it, and one after its end a new one."""
-        if self._server is None or self._server.has_ended:
-            self._server = _start_server(self._settings.endpoint_host)
-        return self._server
-
     def _begin(self, run: _GroupRun) -> None:
         for index in range(run.group.size):
             task = asyncio.Task(self._make_sample(run, index), loop=self._loop)  # without a task factory of the user's
@@ -338,7 +327,7 @@ class WorkflowGenerator(SampleGenerator):
     async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
         async def attempt() -> Sequence[Trajectory]:
             result = await self._workflow(run.client, run.group.prompt)
-            return checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
+            return _checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
 
         reason = ""
         for _ in range(self._settings.attempts):
@@ -370,20 +359,6 @@ def _refuse(answer: asyncio.Future[Response], error: EngineError) -> None:
         answer.set_exception(error)
 
 
-def _start_server(host: str) -> EndpointServer:
-    try:
-        from hwrl.rollout.endpoint.server import EndpointServer
-    except ImportError as exc:
-        raise UnsupportedError(
-            "this process cannot serve endpoints",
-            why=f"a package is not installed: {exc}",
-            fix="pip install 'hwrl[agents]', on every machine with replicas",
-        ) from exc
-    server = EndpointServer(host=host)
-    server.start()
-    return server
-
-
 async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.Task[Any]]) -> None:
     """Cancel all other tasks, wait up to ``_END_S`` for those that are not ``abandoned``, and stop the loop.
 
@@ -397,3 +372,38 @@ async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.T
         await asyncio.wait(others, timeout=_END_S) if others else None
     finally:  # a workflow that ends may cancel all tasks
         loop.call_soon(loop.stop)
+
+
+# -- what a run of a workflow returned ---------------------------------------------------------------------------------
+
+
+def _checked_sample(result: Any, *, max_length: int, vocabulary: int) -> Sequence[Trajectory]:
+    """Return a run's trajectories, with float numbers.
+
+    Raises ValueError or DataError if they cannot be trained: a trajectory has at most ``max_length`` tokens, with ids
+    below ``vocabulary``.
+    """
+    sample = (result,) if isinstance(result, Trajectory) else result
+    is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
+    if not is_sample or not sample:
+        raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
+    for row in sample:
+        _check_segments(row, max_length, vocabulary)
+    return [_with_floats(row) for row in sample]
+
+
+def _with_floats(row: Trajectory) -> Trajectory:
+    """Return ``row`` with its reward and metrics as floats: a user's number may be of any type, such as a tensor."""
+    metrics = metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
+    reward = metrics.pop("reward")
+    return replace(row, reward=None if row.reward is None else reward, metrics=metrics)
+
+
+def _check_segments(row: Trajectory, max_length: int, vocabulary: int) -> None:
+    ids = np.concatenate([segment.token_ids for segment in row.trained_segments])
+    if len(ids) > max_length:
+        raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {max_length}")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
+    if not all(np.isfinite(x).all() for part in row.segments for x in (part.rewards, part.logprobs) if x is not None):
+        raise ValueError("a token's log-probability, or the reward of a turn or a token, is not a finite number")

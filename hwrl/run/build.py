@@ -11,7 +11,7 @@ from typing import Any, cast
 import transformers.modeling_utils  # noqa: F401 - every model imports it; imported here, it counts as a large import
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, PrefixStore, Store, connect_store
+from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
@@ -158,7 +158,6 @@ def _build_generator(
         attempts=rollout.workflow_attempts,
         end_ids=_eos_ids(config.model.path, tokenizer),
         parse_tools=_tool_parser(config, engine, tokenizer),
-        endpoint_host=rollout.endpoint_host,
     )
     return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
 
@@ -188,7 +187,11 @@ def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, 
     """Return the updater that loads received weights into ``engine``: whole models, or a base and its adapters."""
     if config.model.lora is None:
         return ModelUpdater(build_model_link(config, engine, name=POLICY, store_address=store_address, replica=replica))
-    connect = functools.partial(_build_receiver, config, connect_store(store_address), name=POLICY, replica=replica)
+
+    def connect() -> RetryingReceiver:
+        receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)
+        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
+
     connect_base = functools.partial(
         build_model_link, config, engine, name=POLICY_BASE, store_address=store_address, replica=replica
     )
@@ -205,8 +208,8 @@ def build_model_link(
     """
     store, once = connect_store(store_address), name == POLICY_BASE
     if config.weights.keep_old_version or not engine.receivers:
-        receiver = _build_receiver(config, store, name=name, replica=replica, newest=newest)
-        return ReceivedModels(engine, receiver, as_base=once)
+        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
+        return ReceivedModels(engine, receiver, timeout_s=_transfer_timeout_s(config), as_base=once)
     return EngineModels(
         engine,
         store,
@@ -217,11 +220,6 @@ def build_model_link(
         newest=newest,
         once=once,
     )
-
-
-def _build_receiver(config: Config, store: Store, *, name: str, replica: str, newest: bool = True) -> RetryingReceiver:
-    receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-    return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
 
 
 def _transfer_timeout_s(config: Config) -> float:

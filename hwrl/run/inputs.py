@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,12 @@ def check_inputs(config: Config) -> None:
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
 
 
-def _use_functions(step: Callable[[str], None], config: Config) -> frozenset[str]:
+def _use_functions(step: Callable[[str], None], config: Config) -> Collection[str]:
     """Load every function of the user, make the trackers and the workflow; return the columns that the reward needs.
 
     On a cluster no workflow is made, because this machine may lack what it needs.
     """
-    columns: frozenset[str] = frozenset()
+    columns: Collection[str] = ()
     if config.reward.function is not None:
         step(f"reward.function={config.reward.function}")
         columns = RewardFunction(load_reward(config.reward.function)).columns.required

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_modules
+from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
@@ -52,31 +52,7 @@ if TYPE_CHECKING:
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
 
-_MODULE_OF = names_of_modules(
-    {
-        "activations": "ActivationCheckpointing",
-        "algorithm": "Algorithm",
-        "choices": "CLIPPED_LOSSES WEIGHTED_LOSSES AdvantageName AggregationMode ImportanceLevel KlEstimator LossName "
-        "RejectionMode",
-        "compiling": "wants_compilation",
-        "critic": "CriticEngine ValueLoss",
-        "engines": "Engines",
-        "flops": "ModelFlops read_model_flops",
-        "fsdp": "FsdpEngine",
-        "loading": "open_model read_on_all_ranks read_weights",
-        "losses": "PolicyLoss mismatch_kl",
-        "memory": "add_in_turns certain_fsdp_memory fsdp_memory reference_memory",
-        "objective": "Objective Rejection UserLoss",
-        "overlong": "Overlong",
-        "packing": "MicroBatch",
-        "policy": "PolicyEngine",
-        "reference": "ReferenceModel",
-        "scoring": "OutputScorer VocabularyShard",
-        "sharding": "ShardedModel layers_of",
-        "state_memory": "StateMemory",
-        "trainer": "AsyncTrainer TrainedStep move_metrics",
-    }
-)
+_MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

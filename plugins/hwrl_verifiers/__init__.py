@@ -18,21 +18,27 @@ __all__ = ["environment", "hwrl_commands"]
 
 
 def environment(
-    *, tokenizer: Any, taskset: str | Mapping[str, Any], limit: int | None = None, **settings: Any
+    *,
+    tokenizer: Any,
+    taskset: str | Mapping[str, Any],
+    limit: int | None = None,
+    host: str = "127.0.0.1",
+    **settings: Any,
 ) -> Workflow:
     """Return a workflow that plays episodes of ``taskset``; a factory for ``rollout.workflow``.
 
     ``taskset`` is the taskset's id, or its settings with ``id``. Only its first ``limit`` tasks are read; an infinite
-    taskset needs a limit. ``settings`` are the other settings of verifiers' ``EnvConfig``: ``agent``, or ``id`` for an
-    environment of several agents. The run's prompts must be the rows of ``hwrl verifiers-rows``. Blocks while the tasks
-    load. Raises UnsupportedError without verifiers, and verifiers' own errors.
+    taskset needs a limit. Agents find the policy at ``host``, an address of the replica's machine. ``settings`` are the
+    other settings of verifiers' ``EnvConfig``: ``agent``, or ``id`` for an environment of several agents. The run's
+    prompts must be the rows of ``hwrl verifiers-rows``. Blocks while the tasks load. Raises UnsupportedError without
+    verifiers, and verifiers' own errors.
     """
     from hwrl_verifiers.tasks import load_env, load_tasks
 
     env = load_env(taskset, **settings)
     from hwrl_verifiers.episodes import Episodes  # needs verifiers
 
-    return Episodes(env, load_tasks(env, limit=limit)).play
+    return Episodes(env, load_tasks(env, limit=limit), host=host).play
 
 
 @hwrl.hookimpl

@@ -14,7 +14,8 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
-from hwrl.rollout import Endpoint, PolicyClient, Prompt
+from hwrl.rollout import PolicyClient, Prompt
+from hwrl_agents import Endpoint, serve
 
 _POLICY = ModelContext(
     model="policy",
@@ -26,9 +27,13 @@ hwrl. So verifiers' records and logs contain no key."""
 
 @dataclass(frozen=True)
 class _Episode:
-    """A run of the workflow. ``endpoints`` has the endpoint of each agent, by the id of the agent's trace."""
+    """A run of the workflow. Its endpoints listen at ``host``.
+
+    ``endpoints`` has the endpoint of each agent, by the id of the agent's trace.
+    """
 
     client: PolicyClient
+    host: str
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
 
 
@@ -41,8 +46,8 @@ class Episodes:
     They end when the event loop cancels its tasks.
     """
 
-    def __init__(self, env: Any, tasks: Mapping[int, Any]) -> None:
-        self._env, self._tasks = env, tasks
+    def __init__(self, env: Any, tasks: Mapping[int, Any], *, host: str) -> None:
+        self._env, self._tasks, self._host = env, tasks, host
         self._serving: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
 
@@ -53,7 +58,7 @@ class Episodes:
         """
         task = self._task(prompt)
         await self._serve()
-        run = _Episode(client)
+        run = _Episode(client, self._host)
         _run.set(run)
         episode = await self._env.run_episode(task, _POLICY)
         if not episode.ok:
@@ -111,7 +116,7 @@ class _WithEndpoints:
                 yield slot  # this agent has a model of its own
                 return
             run = _run.get()
-            async with run.client.endpoint() as endpoint:
+            async with serve(run.client, host=run.host) as endpoint:
                 run.endpoints[session.trace.id] = endpoint
                 session.client = copy.copy(session.client)  # shares the connections
                 session.client.base_url, session.client.api_key = endpoint.base_url, endpoint.api_key

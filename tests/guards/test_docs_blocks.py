@@ -44,7 +44,7 @@ RUN_BY: dict[str, tuple[int, str]] = {
     "memory.md": (1, "guards/test_docs_examples.py"),
     "parts.md": (1, "guards/test_docs_examples.py"),
     "report.md": (1, "run/report/test_trackers.py"),
-    "rewards.md": (4, "rollout/test_reward_calls.py rollout/test_judge.py"),
+    "rewards.md": (4, "rollout/test_reward_calls.py plugins/judge/test_judge.py"),
     "stacks.md": (1, "plugins/torchtitan/test_page.py"),
     "staleness.md": (1, "guards/test_docs_examples.py"),
     "trl.md": (2, "plugins/trl/test_trainer.py plugins/trl/test_server.py"),

@@ -18,7 +18,7 @@ from hwrl.interfaces import Sampling, Trajectory
 from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
 from hwrl.rollout.attempts import Attempts
 from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
-from hwrl.rollout.environments import call_maybe_async
+from hwrl_workflows.environments import call_maybe_async
 from tests.support.scripted_rollout import CountingEngine, Lengths
 from tests.support.speed import slow
 

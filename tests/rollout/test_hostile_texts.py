@@ -14,9 +14,10 @@ import pytest
 
 from hwrl.errors import HwrlError
 from hwrl.interfaces import Response, Sampling, ToolCall
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, tool_use
-from hwrl.rollout.endpoint.conversations import chat_keys
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt
 from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl_agents.conversations import chat_keys
+from hwrl_workflows import tool_use
 from tests.support.agents import ask, chatml_policy, served
 from tests.support.chat_models import STYLES
 
@@ -170,9 +171,8 @@ def test_any_call_of_a_tool_and_any_result_continues_or_ends_the_conversation(se
         arguments = {chance.choice(["value", text_from(chance)[:20]]): value_from(chance)}
         call = json.dumps({"name": chance.choice(["odd", "none"]), "arguments": arguments})
         policy = chatml_policy(f"<tool_call>{call}</tool_call>", max_length=4_000, sampling=Sampling(1 << 30))
-        nobody: Any = None
         limits: Any = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-        client = PolicyClient(policy.generate, chat=policy.chat, serve=nobody, **limits)
+        client = PolicyClient(policy.generate, chat=policy.chat, **limits)
         workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=[f"{__name__}:odd"], max_turns=3)
         prompt = Prompt("", policy.chat.encode("1"), None, messages=[{"role": "user", "content": "1"}])
         running: Any = workflow(client, prompt)

@@ -21,7 +21,6 @@ from hwrl.rollout import (
     EngineModels,
     ModelUpdater,
     ReceivedModels,
-    RetryingReceiver,
     require_held,
 )
 from hwrl.saved_names import saved_weights
@@ -66,7 +65,7 @@ class Replica:
         self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
-            link: Any = ReceivedModels(self.engine, RetryingReceiver(receiver, timeout_s=100.0, poll_s=0.0))
+            link: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
         else:
             names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
             link = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)

@@ -14,7 +14,8 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Prompts, environment, tool_use
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Prompts
+from hwrl_workflows import environment, tool_use
 from tests.support.agents import ScriptedPolicy, ask, chatml_policy, served
 from tests.support.chat_models import STYLES, Style
 from tests.support.sources import REPO
@@ -88,9 +89,8 @@ def converse(policy: ScriptedPolicy) -> Trajectory:
 
 
 def run(workflow: Any, policy: ScriptedPolicy, prompt: Prompt) -> Trajectory:
-    nobody: Any = None
     limits: Any = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-    row = asyncio.run(workflow(PolicyClient(policy.generate, chat=policy.chat, serve=nobody, **limits), prompt))
+    row = asyncio.run(workflow(PolicyClient(policy.generate, chat=policy.chat, **limits), prompt))
     assert isinstance(row, Trajectory)
     return row
 

@@ -15,6 +15,7 @@ import pytest
 from hwrl.interfaces import PromptGroup, Sampling, Span, Trajectory
 from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, traced
 from hwrl.rollout.tracing import SpanLog
+from hwrl_agents import serve
 from tests.support.agents import ask
 from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, rollouter_of, step_until
@@ -61,7 +62,7 @@ async def with_a_tool(client: PolicyClient, prompt: Prompt) -> Trajectory:
 
 
 async def over_http(client: PolicyClient, prompt: Prompt) -> list[Trajectory]:
-    async with client.endpoint() as endpoint:
+    async with serve(client) as endpoint:
         answer = await ask(endpoint, "completions", {"model": "policy", "prompt": prompt.token_ids.tolist()})
         assert answer.status == 200, answer.body
         return endpoint.trajectories()

@@ -311,7 +311,7 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
     with pytest.raises(EngineError, match="no token 100"):
         unused: Any = None
         chat = ChatTokens(None, end_ids=())
-        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
+        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100)
         asyncio.run(client.generate([100]))
     with pytest.raises(EngineError, match="a greedy response cannot be trained"):
         asyncio.run(client.generate([1], Sampling(1, temperature=0)))

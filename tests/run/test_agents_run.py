@@ -13,6 +13,8 @@ WORKFLOW = '''
 import asyncio, json, urllib.request
 from dataclasses import replace
 
+from hwrl_agents import serve
+
 def agent(base_url, api_key, prompt, answer):
     """Ask again, after what was said, if the answer is wrong."""
     for _ in range(2):
@@ -27,7 +29,7 @@ def agent(base_url, api_key, prompt, answer):
 
 def factory(*, tokenizer):
     async def workflow(client, prompt):
-        async with client.endpoint() as endpoint:
+        async with serve(client) as endpoint:
             score = await asyncio.to_thread(agent, endpoint.base_url, endpoint.api_key, prompt.text, prompt.answer)
             rows = endpoint.trajectories()
             assert len(rows) == 1, "the second request did not continue the first"

@@ -314,7 +314,7 @@ def test_the_file_of_a_workflows_tool_is_an_input_of_the_run(tmp_path: Path, mon
     (tmp_path / "tool.py").write_text("def look(name: str) -> str:\n    return name\n")
     monkeypatch.chdir(tmp_path)
     tools = {"tools": ["tool.py:look"], "max_turns": 2}
-    workflow = ["rollout.workflow=hwrl.rollout:tool_use", f"rollout.workflow_options={json.dumps(tools)}"]
+    workflow = ["rollout.workflow=hwrl_workflows:tool_use", f"rollout.workflow_options={json.dumps(tools)}"]
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), workflow)
     assert config.rollout.workflow_options == {"tools": [f"{tmp_path}/tool.py:look"], "max_turns": 2}
     inputs = identify_inputs(config)

@@ -39,17 +39,20 @@ class Replica:
     """An engine with its updater. ``in_place`` is the store's address, if the engine itself receives its base."""
 
     def __init__(self, store: Store, *, base_poll_s: float = 0.0, in_place: str | None = None) -> None:
-        def connect(name: str = POLICY, *, newest: bool = True) -> RetryingReceiver:
+        def receiver(name: str = POLICY, *, newest: bool = True) -> WeightReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
-            receiver = WeightReceiver(store, name=name, replica="r0", **options)
-            return RetryingReceiver(receiver, timeout_s=100.0, poll_s=base_poll_s if name == POLICY_BASE else 0.0)
+            return WeightReceiver(store, name=name, replica="r0", **options)
+
+        def connect() -> RetryingReceiver:
+            return RetryingReceiver(receiver(), timeout_s=100.0, poll_s=0.0)
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
 
         def connect_base(*, newest: bool = True) -> ModelLink:
             if in_place is None:
-                return ReceivedModels(self.engine, connect(POLICY_BASE, newest=newest), as_base=True)
+                base = receiver(POLICY_BASE, newest=newest)
+                return ReceivedModels(self.engine, base, timeout_s=100.0, as_base=True, poll_s=base_poll_s)
             names = {"address": in_place, "name": POLICY_BASE, "replica": "r0"}
             return EngineModels(
                 self.engine, store, **names, timeout_s=100.0, newest=newest, once=True, poll_s=base_poll_s

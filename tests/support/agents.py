@@ -9,14 +9,14 @@ import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Ints, Response, Sampling
-from hwrl.rollout import ChatTokens, Endpoint
-from hwrl.rollout.endpoint.server import EndpointServer
+from hwrl.rollout import ChatTokens
+from hwrl_agents import Endpoint, EndpointServer
 from tests.support.chat_models import STYLES
 
 
@@ -65,7 +65,7 @@ async def served(policy: ScriptedPolicy, *, host: str = "127.0.0.1") -> AsyncIte
     server = EndpointServer(host=host)
     server.start()
     try:
-        with server.open(policy, chat=policy.chat) as endpoint:
+        with server.open(cast(Any, policy), chat=policy.chat) as endpoint:
             yield endpoint
     finally:
         await server.aclose()

@@ -67,7 +67,7 @@ def public_names(package: str) -> list[str]:
 
 
 def exported_names(path: Path) -> list[str] | None:
-    """Return the ``__all__`` of the file as it is written or from its ``names_of_modules``; None if it is computed."""
+    """Return the ``__all__`` of the file as it is written, or as the face's imports or its table have it; else None."""
     values: dict[str, ast.expr | None] = {}
     for node in tree(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -75,7 +75,11 @@ def exported_names(path: Path) -> list[str] | None:
     value = values.get("__all__")
     try:
         if value is not None and ast.unparse(value) == "[*_MODULE_OF]":
-            (modules,) = cast(ast.Call, values["_MODULE_OF"]).args
+            made = cast(ast.Call, values["_MODULE_OF"])
+            if ast.unparse(made) == "names_of_face(__name__)":
+                imports = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)]
+                return [name.asname for node in imports for name in node.names if name.asname]
+            (modules,) = made.args
             return [name for names in ast.literal_eval(modules).values() for name in names.split()]
         return None if value is None else list(ast.literal_eval(value))
     except ValueError:

@@ -14,6 +14,7 @@ import pytest
 
 from hwrl.interfaces import Completion, GenerationRequest, Response, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings
+from hwrl_agents import serve
 from tests.support.agents import call
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
@@ -51,7 +52,7 @@ def standard_library_agent(base_url: str, api_key: str, question: str) -> None:
 
 def standard_library_workflow() -> Workflow:
     async def workflow(client: PolicyClient, prompt: Prompt) -> Sequence[Trajectory]:
-        async with client.endpoint() as endpoint:
+        async with serve(client) as endpoint:
             await asyncio.to_thread(standard_library_agent, endpoint.base_url, endpoint.api_key, prompt.text)
             return endpoint.trajectories()
 

@@ -74,8 +74,6 @@ class RolloutConfig(Section):
     """Maximum tokens of a trajectory with its prompt; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
     tool_parser: Name = "hermes"
     """Format of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of one of the engine's parsers."""
-    endpoint_host: Name = "127.0.0.1"
-    """Address at which a replica's [endpoints](agents.md) for agents listen; 0.0.0.0: all addresses of the machine."""
     group_timeout_s: Seconds = 600.0
     """Time limit without [progress](staleness.md#progress) on a prompt. Then its replica is replaced."""
     max_attempts: Positive = 3

@@ -20,8 +20,8 @@ import hwrl_verifiers
 import hwrl_verifiers.tasks
 from hwrl.errors import DataError, UnsupportedError
 from hwrl.interfaces import Trajectory
-from hwrl.rollout import EmbeddedEngine, Endpoint, PolicyClient, Prompt, Workflow
-from hwrl.rollout.endpoint.server import EndpointServer
+from hwrl.rollout import EmbeddedEngine, PolicyClient, Prompt, Workflow
+from hwrl_agents import Endpoint, EndpointServer
 from tests.support.agents import ScriptedPolicy, chatml_policy
 from tests.support.chat_models import STYLES
 from tests.support.tiny_model import tiny_model
@@ -60,10 +60,8 @@ def workflow(**settings: Any) -> Workflow:
 
 @asynccontextmanager
 async def client_of(policy: ScriptedPolicy) -> AsyncIterator[PolicyClient]:
-    server = EndpointServer(host="127.0.0.1")
-    server.start()
     common = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-    yield PolicyClient(policy.generate, chat=policy.chat, serve=lambda: server, **common)  # type: ignore[arg-type]  # a fake
+    yield PolicyClient(policy.generate, chat=policy.chat, **common)  # type: ignore[arg-type]  # a fake
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()  # as WorkflowGenerator ends its loop

@@ -1,4 +1,4 @@
-"""A built-in workflow: the policy calls tools in a conversation, in the form of the model's chat template."""
+"""A workflow: the policy calls tools in a conversation, in the form of the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any, TypeAlias
 
 from hwrl.errors import DataError, message_of, short_repr
 from hwrl.interfaces import ToolCall, Trajectory
-from hwrl.rollout.chat import ChatTokens, TooLongError
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.environments import call_maybe_async
-from hwrl.rollout.policy_client import PolicyClient
-from hwrl.rollout.tracing import traced
-from hwrl.rollout.workflow import Workflow
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt, TooLongError, Workflow, traced
 from hwrl.user_code import load_function
+from hwrl_workflows.environments import call_maybe_async
 
 Tool: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
 """A function with type hints and a docstring in Google's style. The chat template shows both to the policy."""

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 
 from hwrl.interfaces import Ints, ParsedAnswer, Response, Segment, Tools, Trajectory
-from hwrl.rollout.chat import Conversation, arguments_object, content_text
+from hwrl.rollout import Conversation, arguments_object, content_text
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A response of the policy to the conversation up to ``before``, if any, and then ``context_ids`` (int32)."""
+    """A response of the policy to the conversation up to ``before``, if any, and then ``context_ids`` (int32).
+
+    ``answer`` is its message for the agent.
+    """
 
     before: Turn | None
     context_ids: Ints
     response: Response
+    answer: ParsedAnswer
 
     @property
     def token_ids(self) -> Ints:

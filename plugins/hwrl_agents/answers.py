@@ -5,36 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from hwrl.interfaces import ParsedAnswer, Response
-from hwrl.rollout.chat import ChatTokens
-from hwrl.rollout.endpoint.conversations import Turn
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest
+from hwrl.rollout import ChatTokens
+from hwrl_agents.conversations import Turn
+from hwrl_agents.requests import ChatRequest, CompletionRequest
 
 _AnswerJson = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class AnswerChoice:
-    """One of the ``n`` answers to a request: the policy's turn, and its message for the agent."""
-
-    turn: Turn
-    parsed: ParsedAnswer
-
-    @property
-    def response(self) -> Response:
-        """The engine's response."""
-        return self.turn.response
-
-    @property
-    def finish_reason(self) -> str:
-        """OpenAI's word for the reason why the response ended."""
-        if self.response.truncated:
-            return "length"
-        return "tool_calls" if self.parsed.tool_calls else "stop"
 
 
 class AnswerFormat:
@@ -47,9 +25,7 @@ class AnswerFormat:
     prefix: str
     """The beginning of the answer's ``id``."""
 
-    def __init__(
-        self, asked: ChatRequest | CompletionRequest, choices: Sequence[AnswerChoice], chat: ChatTokens
-    ) -> None:
+    def __init__(self, asked: ChatRequest | CompletionRequest, choices: Sequence[Turn], chat: ChatTokens) -> None:
         self.choices, self.chat = choices, chat
         self._asked = asked
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
@@ -70,15 +46,15 @@ class AnswerFormat:
     def last_chunks(self) -> Iterator[_AnswerJson]:
         """Yield a chunk with the finish reason of each choice, and one with the usage if the request wants it."""
         for index, choice in enumerate(self.choices):
-            yield self._chunk([{"index": index, **self.empty_part(), "finish_reason": choice.finish_reason}])
+            yield self._chunk([{"index": index, **self.empty_part(), "finish_reason": _finish_reason(choice)}])
         if self._asked.stream_options.include_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
+    def of_choice(self, choice: Turn, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         raise NotImplementedError
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
+    def parts_of_choice(self, choice: Turn) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
         raise NotImplementedError
 
@@ -86,7 +62,7 @@ class AnswerFormat:
         """Return a part without text."""
         raise NotImplementedError
 
-    def token_texts(self, choice: AnswerChoice) -> list[str]:
+    def token_texts(self, choice: Turn) -> list[str]:
         """Return the text of each token of ``choice``, decoded alone."""
         ids = choice.response.token_ids
         return [self.chat.decode(ids[index : index + 1], special=True) for index in range(len(ids))]
@@ -94,14 +70,14 @@ class AnswerFormat:
     def _chunk(self, choices: list[_AnswerJson]) -> _AnswerJson:
         return {**self._head, "object": self.chunk_kind, **self._prompt_ids(), "choices": choices}
 
-    def _ids(self, choice: AnswerChoice) -> _AnswerJson:
+    def _ids(self, choice: Turn) -> _AnswerJson:
         return {"token_ids": choice.response.token_ids.tolist()} if self._with_ids else {}
 
     def _prompt_ids(self) -> _AnswerJson:
         return {"prompt_token_ids": self._prompt().tolist()} if self._with_ids else {}
 
     def _prompt(self) -> Any:
-        turn = self.choices[0].turn
+        turn = self.choices[0]
         return turn.token_ids[: -len(turn.response.token_ids)]
 
     def _usage(self) -> _AnswerJson:
@@ -114,10 +90,10 @@ class ChatFormat(AnswerFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
+    def of_choice(self, choice: Turn, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         calls = _tool_calls(choice)
-        content = choice.parsed.content
+        content = choice.answer.content
         message: _AnswerJson = {"role": "assistant", "content": (content or None) if calls else content}
         if calls:
             message["tool_calls"] = calls
@@ -125,12 +101,12 @@ class ChatFormat(AnswerFormat):
             "index": index,
             "message": message,
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _finish_reason(choice),
         }
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
+    def parts_of_choice(self, choice: Turn) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
-        delta = {"role": "assistant", "content": choice.parsed.content}
+        delta = {"role": "assistant", "content": choice.answer.content}
         yield {"delta": delta, "logprobs": self._logprobs(choice)}
         if calls := _tool_calls(choice):
             yield {"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}}
@@ -139,7 +115,7 @@ class ChatFormat(AnswerFormat):
         """Return a part without text."""
         return {"delta": {}}
 
-    def _logprobs(self, choice: AnswerChoice) -> _AnswerJson | None:
+    def _logprobs(self, choice: Turn) -> _AnswerJson | None:
         assert isinstance(self._asked, ChatRequest)
         if not self._asked.logprobs:
             return None
@@ -156,20 +132,20 @@ class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def of_choice(self, choice: AnswerChoice, index: int) -> _AnswerJson:
+    def of_choice(self, choice: Turn, index: int) -> _AnswerJson:
         """Return ``choice`` as a part of the whole answer."""
         (part,) = self.parts_of_choice(choice)
-        return {"index": index, **part, "finish_reason": choice.finish_reason}
+        return {"index": index, **part, "finish_reason": _finish_reason(choice)}
 
-    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_AnswerJson]:
+    def parts_of_choice(self, choice: Turn) -> Iterator[_AnswerJson]:
         """Yield ``choice`` as parts of a stream."""
-        yield {"text": choice.parsed.content, "logprobs": self._logprobs(choice)}
+        yield {"text": choice.answer.content, "logprobs": self._logprobs(choice)}
 
     def empty_part(self) -> _AnswerJson:
         """Return a part without text."""
         return {"text": "", "logprobs": None}
 
-    def _logprobs(self, choice: AnswerChoice) -> _AnswerJson | None:
+    def _logprobs(self, choice: Turn) -> _AnswerJson | None:
         assert isinstance(self._asked, CompletionRequest)
         if self._asked.logprobs is None:
             return None
@@ -179,12 +155,19 @@ class CompletionFormat(AnswerFormat):
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def _tool_calls(choice: AnswerChoice) -> list[_AnswerJson]:
+def _finish_reason(choice: Turn) -> str:
+    """Return OpenAI's word for the reason why the response ended."""
+    if choice.response.truncated:
+        return "length"
+    return "tool_calls" if choice.answer.tool_calls else "stop"
+
+
+def _tool_calls(choice: Turn) -> list[_AnswerJson]:
     return [
         {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for call in choice.parsed.tool_calls
+        for call in choice.answer.tool_calls
     ]

@@ -9,16 +9,19 @@ import itertools
 import secrets
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Ints, Response, Sampling, Trajectory
-from hwrl.rollout.chat import ChatTokens, TooLongError
-from hwrl.rollout.endpoint.answers import AnswerChoice, AnswerFormat, ChatFormat, CompletionFormat
-from hwrl.rollout.endpoint.conversations import Conversations, Turn, chat_keys, said_message
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
+from hwrl.interfaces import Ints, Tools, Trajectory
+from hwrl.rollout import ChatTokens, TooLongError
+from hwrl_agents.answers import AnswerFormat, ChatFormat, CompletionFormat
+from hwrl_agents.conversations import Conversations, Turn, chat_keys, said_message
+from hwrl_agents.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
+
+if TYPE_CHECKING:
+    from hwrl.rollout import PolicyClient
 
 _numbers = itertools.count(1)
 Record: TypeAlias = Callable[[], None]
@@ -36,18 +39,6 @@ def _refused(param: str) -> Iterator[None]:
         raise EndpointError(f"{exc.what}: {exc.why}", param=param, code=code) from exc
 
 
-class Generates(Protocol):
-    """The part of :class:`~hwrl.rollout.PolicyClient` that an endpoint uses."""
-
-    sampling: Sampling
-    max_length: int
-    vocabulary: int
-
-    async def generate(self, token_ids: Ints, sampling: Sampling | None = None) -> Response:
-        """Return the policy's continuation of ``token_ids``."""
-        ...
-
-
 class Endpoint:
     """An OpenAI-compatible address of the policy for the agent of one run of a workflow.
 
@@ -55,7 +46,7 @@ class Endpoint:
     :meth:`trajectories` returns them. After the run the key is invalid.
     """
 
-    def __init__(self, client: Generates, *, chat: ChatTokens, base_url: str) -> None:
+    def __init__(self, client: PolicyClient, *, chat: ChatTokens, base_url: str) -> None:
         self.base_url = base_url
         self.name = f"hwrl{next(_numbers)}"
         self.api_key = f"{self.name}-{secrets.token_urlsafe(24)}"
@@ -99,11 +90,8 @@ class Endpoint:
         keys = chat_keys(asked.messages, tools=tools, options=options)
         with _refused("messages"):
             before, context_ids = await self._chat.off_loop(partial(self._chat_context, asked, keys), characters=nbytes)
-        choices = []
-        for turn in await self._generate(asked, before, context_ids):
-            parsed = self._chat.read(turn.response, tools=tools if asked.tool_choice == "auto" else ())
-            choices.append(AnswerChoice(turn, parsed))
-        said = [[*asked.messages, said_message(choice.parsed)] for choice in choices]
+        choices = await self._generate(asked, before, context_ids, tools=tools if asked.tool_choice == "auto" else ())
+        said = [[*asked.messages, said_message(choice.answer)] for choice in choices]
         keys = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
         return ChatFormat(asked, choices, self._chat), self._recorder(choices, keys)
 
@@ -116,23 +104,22 @@ class Endpoint:
                 before, context_ids = await self._chat.off_loop(context, characters=len(prompt))
         else:
             before, context_ids = self._ids_context(prompt)
-        turns = await self._generate(asked, before, context_ids)
-        choices = [AnswerChoice(turn, self._chat.read(turn.response)) for turn in turns]
+        choices = await self._generate(asked, before, context_ids)
         keys = [self._text_key(prompt, choice) if isinstance(prompt, str) else object() for choice in choices]
         return CompletionFormat(asked, choices, self._chat), self._recorder(choices, keys)
 
-    def _text_key(self, prompt: str, choice: AnswerChoice) -> str:
+    def _text_key(self, prompt: str, choice: Turn) -> str:
         """Return the text of the conversation with ``choice``, as an agent would repeat it.
 
         An answer without text gets its special tokens and stop text. With the prompt alone as its key, the same prompt
         again would continue it behind its end token.
         """
-        return prompt + (choice.parsed.content or self._chat.decode(choice.response.token_ids, special=True))
+        return prompt + (choice.answer.content or self._chat.decode(choice.response.token_ids, special=True))
 
-    def _recorder(self, choices: Sequence[AnswerChoice], keys: Sequence[Hashable]) -> Record:
+    def _recorder(self, choices: Sequence[Turn], keys: Sequence[Hashable]) -> Record:
         def record() -> None:
             for choice, key in zip(choices, keys, strict=True):
-                self._conversations.record(choice.turn, key=key)
+                self._conversations.record(choice, key=key)
 
         return record
 
@@ -160,7 +147,9 @@ class Endpoint:
         before = self._conversations.prefix_of_ids(ids)
         return before, ids[0 if before is None else len(before.token_ids) :]
 
-    async def _generate(self, asked: GenerationFields, before: Turn | None, context_ids: Ints) -> list[Turn]:
+    async def _generate(
+        self, asked: GenerationFields, before: Turn | None, context_ids: Ints, *, tools: Tools = ()
+    ) -> list[Turn]:
         """Return ``asked.n`` turns; they are not recorded here."""
         ids = context_ids if before is None else np.concatenate((before.token_ids, context_ids))
         if not 0 < len(ids) < self.max_length:
@@ -179,4 +168,4 @@ class Endpoint:
         finally:
             for task in tasks:
                 task.cancel()
-        return [Turn(before, context_ids, response) for response in responses]
+        return [Turn(before, context_ids, each, self._chat.read(each, tools=tools)) for each in responses]

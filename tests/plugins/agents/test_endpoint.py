@@ -9,18 +9,18 @@ import logging
 import urllib.parse
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from hwrl.errors import ConfigError, EngineError
-from hwrl.interfaces import Response, Sampling
-from hwrl.rollout import Endpoint
-from hwrl.rollout.endpoint import server as server_module
-from hwrl.rollout.endpoint.conversations import Conversations, Turn
-from hwrl.rollout.endpoint.requests import ChatRequest
-from hwrl.rollout.endpoint.server import EndpointServer
+from hwrl.interfaces import ParsedAnswer, Response, Sampling
+from hwrl_agents import Endpoint
+from hwrl_agents import server as server_module
+from hwrl_agents.conversations import Conversations, Turn
+from hwrl_agents.requests import ChatRequest
+from hwrl_agents.server import EndpointServer
 from tests.support.agents import ScriptedPolicy, ask, chat, chatml_policy, served
 
 USER = {"role": "user", "content": "1 + 1?"}
@@ -361,8 +361,8 @@ def test_the_token_dies_with_the_run_and_never_reaches_a_log(caplog: pytest.LogC
         policy.gate.clear()
         server = EndpointServer(host="127.0.0.1")
         server.start()
-        with server.open(policy, chat=policy.chat) as other:
-            with server.open(policy, chat=policy.chat) as endpoint:
+        with server.open(cast(Any, policy), chat=policy.chat) as other:
+            with server.open(cast(Any, policy), chat=policy.chat) as endpoint:
                 waiting = asyncio.ensure_future(chat(endpoint, [USER]))
                 await policy.arrived.wait()
             ended, later = await waiting, await chat(endpoint, [USER])
@@ -404,7 +404,7 @@ def test_a_request_whose_body_arrives_after_the_run_is_not_answered() -> None:
         policy = chatml_policy("Two.")
         server = EndpointServer(host="127.0.0.1")
         server.start()
-        with server.open(policy, chat=policy.chat) as endpoint:
+        with server.open(cast(Any, policy), chat=policy.chat) as endpoint:
             late = endpoint
         task = late.start(late.chat(ChatRequest(messages=[USER]), nbytes=1))
         await asyncio.wait([task])
@@ -419,7 +419,7 @@ def test_a_conversation_may_have_thousands_of_turns() -> None:
     ids = np.array([7], np.int32)
     response = Response(ids, np.zeros(1, np.float32), ids, truncated=False)
     for number in range(3000):
-        last = Turn(last, ids, response)
+        last = Turn(last, ids, response, ParsedAnswer(""))
         conversations.record(last, key=number)
     assert last is not None and len(last.token_ids) == 6000
     (row,) = conversations.trajectories()

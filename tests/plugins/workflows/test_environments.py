@@ -14,7 +14,8 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints, Sampling, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, Workflow, environment, tool_use
+from hwrl.rollout import PolicyClient, Prompt, Workflow
+from hwrl_workflows import environment, tool_use
 from tests.support.agents import ScriptedPolicy, chatml_policy
 from tests.support.speed import slow as seconds
 
@@ -170,14 +171,12 @@ def path_of(function: Any) -> str:
 
 
 def client_of(policy: ScriptedPolicy) -> PolicyClient:
-    nobody: Any = None
     return PolicyClient(
         policy.generate,
         chat=policy.chat,
         sampling=policy.sampling,
         max_length=policy.max_length,
         vocabulary=1000,
-        serve=nobody,
     )
 
 

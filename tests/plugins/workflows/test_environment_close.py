@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import Sampling
-from hwrl.rollout import PolicyClient, Prompt, environment, environments
+from hwrl.rollout import PolicyClient, Prompt
+from hwrl_workflows import environment, environments
 from tests.support.agents import chatml_policy
 
 
@@ -71,10 +72,7 @@ class HeldAndClosedByACoroutine(Held):
 
 def play(kind: type[Held], where: str) -> asyncio.Task[Any]:
     policy = chatml_policy("1", sampling=Sampling(10))
-    unused: Any = None
-    client = PolicyClient(
-        policy.generate, chat=policy.chat, sampling=policy.sampling, max_length=99, vocabulary=1000, serve=unused
-    )
+    client = PolicyClient(policy.generate, chat=policy.chat, sampling=policy.sampling, max_length=99, vocabulary=1000)
     workflow = environment(
         tokenizer=policy.chat.tokenizer, make=f"{__name__}:{kind.__name__}", make_options={"where": where}
     )

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from hwrl.errors import ConfigError, EngineError
-from hwrl.rollout import Judge, Prompt, RewardWorkers
+from hwrl.rollout import Prompt, RewardWorkers
+from hwrl_judge import Judge
 from tests.support.sources import REPO
 from tests.support.speed import slow
 

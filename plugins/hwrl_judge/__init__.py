@@ -1,4 +1,4 @@
-"""A judge for async reward functions: a model behind an OpenAI-compatible server."""
+"""A judge for async reward functions: a model behind an OpenAI-compatible server; see ``docs/rewards.md``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hwrl.errors import ConfigError, EngineError, message_of
+
+__all__ = ["Judge"]
 
 _MOST_NBYTES, _SHOWN_NBYTES = 1 << 22, 200
 """The most bytes of an answer; those that an error shows."""

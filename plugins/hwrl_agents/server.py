@@ -8,9 +8,8 @@ import hmac
 import json
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,17 +19,35 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hwrl.comm.sockets import reachable_host
+from hwrl.comm import reachable_host
 from hwrl.errors import ConfigError, HwrlError, short_repr
-from hwrl.rollout.chat import ChatTokens
-from hwrl.rollout.endpoint.answers import AnswerFormat
-from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
-from hwrl.rollout.endpoint.session import Answered, Endpoint, Generates, Record
+from hwrl.rollout import ChatTokens
+from hwrl_agents.answers import AnswerFormat
+from hwrl_agents.requests import ChatRequest, CompletionRequest, EndpointError, read_request
+from hwrl_agents.session import Answered, Endpoint, Record
+
+if TYPE_CHECKING:
+    from hwrl.rollout import PolicyClient
 
 _MAX_BODY_NBYTES = 1 << 24
 _KEEP_ALIVE_S = 75
 HEADER_S = 20.0
-"""A connection is closed if the header of a request is not complete after this time."""
+"""A connection is closed if the header of its first request is not complete after this time."""
+
+
+_servers: dict[tuple[asyncio.AbstractEventLoop, str], EndpointServer] = {}
+
+
+def server_at(host: str) -> EndpointServer:
+    """Return the server of this event loop at ``host``; the first call starts it, and one after its end a new one."""
+    loop = asyncio.get_running_loop()
+    for other, server in list(_servers.items()):
+        if server.has_ended or other[0].is_closed():
+            _servers.pop(other, None)
+    if (loop, host) not in _servers:
+        _servers[loop, host] = EndpointServer(host=host)
+        _servers[loop, host].start()
+    return _servers[loop, host]
 
 
 class EndpointServer:
@@ -64,7 +81,7 @@ class EndpointServer:
                 await self._task
 
     @contextlib.contextmanager
-    def open(self, client: Generates, *, chat: ChatTokens) -> Iterator[Endpoint]:
+    def open(self, client: PolicyClient, *, chat: ChatTokens) -> Iterator[Endpoint]:
         """Serve an endpoint of ``client`` within the block. Its end drops the requests and makes the token invalid."""
         endpoint = Endpoint(client, chat=chat, base_url=self.base_url)
         self._endpoints[endpoint.name] = endpoint
@@ -105,40 +122,47 @@ class EndpointServer:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
             ],
-            exception_handlers={
-                EndpointError: _refuse,
-                HTTPException: self._refuse_path,
-                _UnknownTokenError: _refuse_stranger,
-                ClientDisconnect: _answer_nobody,
-                HwrlError: _report,
-                Exception: _report_unexpected,
-            },
+            exception_handlers=dict.fromkeys(
+                (EndpointError, HTTPException, ClientDisconnect, HwrlError, Exception), self._refuse
+            ),
         )
         app.router.redirect_slashes = False  # a redirect would tell a stranger which paths there are
         return app
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint of the token in ``request``. Raises _UnknownTokenError if no endpoint has it."""
+    def _find(self, request: Request) -> Endpoint | None:
+        """Return the endpoint of the token in ``request``; None if no endpoint has it."""
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         endpoint = self._endpoints.get(token.partition("-")[0])
         expected = endpoint.api_key if endpoint is not None else ""
         matches = hmac.compare_digest(token.encode(), expected.encode())
-        if endpoint is None or kind.lower() != "bearer" or not matches:
-            raise _UnknownTokenError
+        return endpoint if kind.lower() == "bearer" and matches else None
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        endpoint = self._find(request)
+        if endpoint is None:
+            raise HTTPException(401)
         return endpoint
 
-    async def _refuse_path(self, request: Request, exc: Exception) -> HttpResponse:
-        """Answer a wrong path: with the right ones for a valid token, else with nothing."""
-        assert isinstance(exc, HTTPException)
-        try:
-            self._endpoint(request)
-        except _UnknownTokenError:
-            return HttpResponse(status_code=exc.status_code)
-        path = f"{request.method} {request.url.path}"
-        message = f"{path}: {exc.detail}; chat/completions, completions and models are served"
-        return JSONResponse(EndpointError(message, status=exc.status_code).body(), status_code=exc.status_code)
+    async def _refuse(self, request: Request, exc: Exception) -> HttpResponse:
+        """Answer an error in OpenAI's form. A stranger gets an empty answer, and the end of the connection."""
+        match exc:
+            case EndpointError():
+                error = exc
+            case ClientDisconnect():  # it left before the end of its request: no fault, and nothing is logged
+                return HttpResponse(status_code=499)
+            case HTTPException():
+                if self._find(request) is None:
+                    return HttpResponse(status_code=exc.status_code, headers={"Connection": "close"})
+                path = f"{request.method} {request.url.path}"
+                message = f"{path}: {exc.detail}; chat/completions, completions and models are served"
+                error = EndpointError(message, status=exc.status_code)
+            case HwrlError():
+                error = EndpointError(f"{exc.what}: {exc.why}", status=500)
+            case _:
+                error = EndpointError(f"the endpoint failed: {short_repr(exc)}", status=500)
+        return JSONResponse(error.body(), status_code=error.status)
 
     async def _models(self, request: Request) -> HttpResponse:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "hwrl"}
@@ -156,10 +180,6 @@ class EndpointServer:
         return await _answer(request, endpoint, endpoint.complete(asked), stream=asked.stream)
 
 
-class _UnknownTokenError(Exception):
-    """The request has no endpoint's token. A stranger gets an empty answer."""
-
-
 class _QuietServer(uvicorn.Server):
     """A server that leaves the signals of the process to others."""
 
@@ -170,38 +190,19 @@ class _QuietServer(uvicorn.Server):
 
 
 class _ImpatientProtocol(H11Protocol):
-    """HTTP as uvicorn speaks it, with a time limit for the client's part between two requests.
+    """HTTP as uvicorn speaks it, but a connection must bring a request in time; uvicorn would wait for ever.
 
-    uvicorn waits for ever for the first byte, for the rest of a header, and for the rest of a body that nobody reads.
-    So a stranger could hold connections until the process has no more descriptors.
+    So a stranger cannot hold connections until the process has no more descriptors.
     """
 
-    _due_s: float | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
-        """Begin to wait for a header."""
+        """Begin to wait for the header of the first request."""
         super().connection_made(transport)
-        self._limit_wait()
+        self.loop.call_later(HEADER_S, self._end_without_request)
 
-    def data_received(self, data: bytes) -> None:
-        """Read ``data``. Without a complete header, the time limit of this request remains."""
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._limit_wait()
-        else:
-            self._due_s = None
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of a body: that has the shorter time limit."""
-        super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
-            self._limit_wait()
-
-    def _limit_wait(self) -> None:
-        self._unset_keepalive_if_required()
-        if not self.transport.is_closing():
-            self._due_s = self._due_s or self.loop.time() + HEADER_S
-            self.timeout_keep_alive_task = self.loop.call_at(self._due_s, self.timeout_keep_alive_handler)
+    def _end_without_request(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 async def _answer(
@@ -258,38 +259,16 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _refuse(request: Request, exc: Exception) -> HttpResponse:
-    assert isinstance(exc, EndpointError)
-    return JSONResponse(exc.body(), status_code=exc.status)
-
-
-async def _refuse_stranger(request: Request, exc: Exception) -> HttpResponse:
-    return HttpResponse(status_code=401)
-
-
-async def _answer_nobody(request: Request, exc: Exception) -> HttpResponse:
-    """Answer a client that has left before the end of its request: this is no fault, and nothing is logged."""
-    return HttpResponse(status_code=499)
-
-
-async def _report(request: Request, exc: Exception) -> HttpResponse:
-    assert isinstance(exc, HwrlError)
-    return JSONResponse(EndpointError(f"{exc.what}: {exc.why}", status=500).body(), status_code=500)
-
-
-async def _report_unexpected(request: Request, exc: Exception) -> HttpResponse:
-    return JSONResponse(EndpointError(f"the endpoint failed: {short_repr(exc)}", status=500).body(), status_code=500)
-
-
 def _listen(host: str) -> socket.socket:
     """Return a socket at a free port of ``host``. Raises ConfigError if that is not an address of this machine."""
     try:
-        return socket.create_server((host, 0), family=_family(host), backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=2048)
     except OSError as exc:
         raise ConfigError(
             f"endpoints cannot listen at {host!r}",
             why=str(exc),
-            fix="set rollout.endpoint_host to an address of each replica's machine, or to 0.0.0.0 for all of them",
+            fix="take an address of each replica's machine as the host, or 0.0.0.0 for all of them",
         ) from exc
 
 
@@ -297,7 +276,3 @@ def _url(host: str, port: int) -> str:
     """Return the address for agents. A host for all interfaces becomes this machine's address."""
     host = reachable_host(host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""A built-in workflow: episodes of text environments with Gymnasium's ``reset`` and ``step``."""
+"""A workflow: episodes of text environments with Gymnasium's ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from typing import Any, Protocol
 
 from hwrl.errors import DataError, short_repr
 from hwrl.interfaces import Trajectory
-from hwrl.rollout.chat import ChatTokens, TooLongError
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.policy_client import PolicyClient
-from hwrl.rollout.reward import metrics_of
-from hwrl.rollout.workflow import Workflow
+from hwrl.rollout import ChatTokens, PolicyClient, Prompt, TooLongError, Workflow, metrics_of
 from hwrl.user_code import load_function
 
 _log = logging.getLogger(__name__)
