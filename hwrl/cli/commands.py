@@ -25,7 +25,6 @@ from hwrl.interfaces import Command
 
 BUILT_IN = (
     "train",
-    "plan",
     "scale",
     "doctor",
     "checkpoints",

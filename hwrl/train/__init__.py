@@ -11,6 +11,7 @@ from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
+    from hwrl.train.activations import reserve_nbytes as reserve_nbytes
     from hwrl.train.algorithm import Algorithm as Algorithm
     from hwrl.train.choices import CLIPPED_LOSSES as CLIPPED_LOSSES
     from hwrl.train.choices import WEIGHTED_LOSSES as WEIGHTED_LOSSES
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = names_of_modules(
     {
-        "activations": "ActivationCheckpointing",
+        "activations": "ActivationCheckpointing reserve_nbytes",
         "algorithm": "Algorithm",
         "choices": "CLIPPED_LOSSES WEIGHTED_LOSSES AdvantageName AggregationMode ImportanceLevel KlEstimator LossName "
         "RejectionMode",
