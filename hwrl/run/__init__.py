@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from hwrl.run.ledger import start_ledger as start_ledger
     from hwrl.run.loop import run_training as run_training
     from hwrl.run.remote import Remote as Remote
-    from hwrl.run.report import LiveView as LiveView
     from hwrl.run.report import Metrics as Metrics
     from hwrl.run.report import PlainView as PlainView
     from hwrl.run.report import make_view as make_view
@@ -73,7 +72,7 @@ _MODULE_OF = names_of_modules(
         "ledger": "LedgerActor start_ledger",
         "loop": "run_training",
         "remote": "Remote",
-        "report": "LiveView Metrics PlainView make_view read_lines read_metrics",
+        "report": "Metrics PlainView make_view read_lines read_metrics",
         "report.bottleneck": "busy_shares",
         "report.summary": "Summary",
         "settings": "critic_settings engine_settings make_ledger rollout_settings",
