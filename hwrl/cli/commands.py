@@ -23,18 +23,8 @@ from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
 
-BUILT_IN = (
-    "train",
-    "plan",
-    "scale",
-    "doctor",
-    "checkpoints",
-    "conformance",
-    "new-backend",
-    "new-engine",
-    "new-transport",
-)
-"""The built-in subcommands. Each is a module here (``_`` for ``-``) with ``HELP``, ``configure`` and ``run``."""
+BUILT_IN = ("train", "scale", "doctor", "checkpoints", "conformance")
+"""The built-in subcommands. Each is a module here with ``HELP``, ``configure`` and ``run``."""
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -98,7 +88,7 @@ class Commands:
 
 
 def _built_in(name: str) -> Command:
-    module = importlib.import_module(f"hwrl.cli.{name.replace('-', '_')}")
+    module = importlib.import_module(f"hwrl.cli.{name}")
     return Command(name, module.HELP, module.configure, module.run)
 
 

@@ -54,10 +54,7 @@ def _train(args: argparse.Namespace) -> int:
         from hwrl.run import make_view, run_training  # imports torch and Ray, so only after the cheap checks
 
     view = make_view(config.train.steps)
-    try:
-        summary = run_training(config, view)
-    finally:
-        view.close()
+    summary = run_training(config, view)
     view.log(summary.text)
     if not summary.finished:
         return 130

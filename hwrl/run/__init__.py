@@ -12,10 +12,9 @@ calls everything else:
 - :mod:`hwrl.run.report` writes metrics and logs. :mod:`hwrl.run.interrupts` handles signals.
 - Files in the run directory: :mod:`hwrl.run.run_directory` claims it, :mod:`hwrl.run.scaling` exchanges requests of
   ``hwrl scale`` there. :mod:`hwrl.run.inputs` checks the input files before the start, and :mod:`hwrl.run.identity`
-  compares their hashes later.
+  compares their hashes later. :mod:`hwrl.run.fit` refuses a run that certainly does not fit its devices.
 
-Without a run: :mod:`hwrl.run.config` is the configuration, :mod:`hwrl.run.plan` computes memory and link traffic for
-``hwrl plan``, and :mod:`hwrl.run.demo` writes the demo's files.
+:mod:`hwrl.run.config` is the configuration. Without a run, :mod:`hwrl.run.demo` writes the demo's files.
 """
 
 from __future__ import annotations
@@ -25,19 +24,29 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names, names_of_modules
 
 if TYPE_CHECKING:
+    from hwrl.run.cluster.nodes import ClusterNode as ClusterNode
+    from hwrl.run.cluster.nodes import place_on_nodes as place_on_nodes
+    from hwrl.run.cluster.placement import Machines as Machines
+    from hwrl.run.cluster.placement import PlacementPlan as PlacementPlan
+    from hwrl.run.cluster.placement import choose_senders as choose_senders
     from hwrl.run.cluster.placement import machine_devices as machine_devices
+    from hwrl.run.cluster.placement import plan_placement as plan_placement
     from hwrl.run.cluster.ray_session import ray_cluster as ray_cluster
+    from hwrl.run.config import EMBEDDED as EMBEDDED
+    from hwrl.run.config import FSDP as FSDP
     from hwrl.run.config import Config as Config
     from hwrl.run.config import dump_config as dump_config
     from hwrl.run.config import load_config as load_config
     from hwrl.run.demo import write_demo as write_demo
+    from hwrl.run.fit import gib as gib
+    from hwrl.run.fit import needs as needs
+    from hwrl.run.fit import plugin_memory as plugin_memory
     from hwrl.run.inputs import check_inputs as check_inputs
     from hwrl.run.interrupts import Interrupts as Interrupts
     from hwrl.run.ledger import LedgerActor as LedgerActor
     from hwrl.run.ledger import start_ledger as start_ledger
     from hwrl.run.loop import run_training as run_training
     from hwrl.run.remote import Remote as Remote
-    from hwrl.run.report import LiveView as LiveView
     from hwrl.run.report import Metrics as Metrics
     from hwrl.run.report import PlainView as PlainView
     from hwrl.run.report import make_view as make_view
@@ -45,23 +54,28 @@ if TYPE_CHECKING:
     from hwrl.run.report import read_metrics as read_metrics
     from hwrl.run.report.bottleneck import busy_shares as busy_shares
     from hwrl.run.report.summary import Summary as Summary
+    from hwrl.run.settings import critic_settings as critic_settings
+    from hwrl.run.settings import engine_settings as engine_settings
     from hwrl.run.settings import make_ledger as make_ledger
+    from hwrl.run.settings import rollout_settings as rollout_settings
 
 _MODULE_OF = names_of_modules(
     {
-        "cluster.placement": "machine_devices",
+        "cluster.nodes": "ClusterNode place_on_nodes",
+        "cluster.placement": "Machines PlacementPlan choose_senders machine_devices plan_placement",
         "cluster.ray_session": "ray_cluster",
-        "config": "Config dump_config load_config",
+        "config": "EMBEDDED FSDP Config dump_config load_config",
         "demo": "write_demo",
+        "fit": "gib needs plugin_memory",
         "inputs": "check_inputs",
         "interrupts": "Interrupts",
         "ledger": "LedgerActor start_ledger",
         "loop": "run_training",
         "remote": "Remote",
-        "report": "LiveView Metrics PlainView make_view read_lines read_metrics",
+        "report": "Metrics PlainView make_view read_lines read_metrics",
         "report.bottleneck": "busy_shares",
         "report.summary": "Summary",
-        "settings": "make_ledger",
+        "settings": "critic_settings engine_settings make_ledger rollout_settings",
     }
 )
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings

@@ -46,6 +46,7 @@ from hwrl.rollout import (
     parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config, DataSetConfig
+from hwrl.run.fit import check_replica
 from hwrl.run.identity import (
     ADVANTAGE,
     CURRICULUM,
@@ -59,7 +60,6 @@ from hwrl.run.identity import (
     data_key,
 )
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.plan import check_replica
 from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,

@@ -13,7 +13,7 @@ from hwrl.run.config import Config
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.remote import DEATH_ERRORS, Answer, Remote, is_ready, value_of
 from hwrl.run.replica import Replica
-from hwrl.run.report import Metrics, RecordedView, StepRecorder, View
+from hwrl.run.report import Metrics, PlainView, RecordedView, StepRecorder
 
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation
@@ -172,7 +172,7 @@ class Evaluations:
         metrics = {f"eval/{name}": value for name, value in metrics.items()}
         return self._recorder.report.amend({**metrics, "eval/version": float(evaluation.version)})
 
-    def evaluate_last(self, progress: Progress, view: View | RecordedView) -> None:
+    def evaluate_last(self, progress: Progress, view: PlainView | RecordedView) -> None:
         """Evaluate the weights of the last step, unless a regular evaluation has done so.
 
         If the evaluation is lost, another one starts, up to ``_LAST_TRIES`` in all.

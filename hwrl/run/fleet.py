@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -29,8 +29,6 @@ from hwrl.run.remote import (
     ProcessSetup,
     Remote,
     TrainActor,
-    death_of,
-    raise_hwrl_error,
     value_of,
     why_died,
 )
@@ -285,7 +283,7 @@ class Fleet:
                     ready, unfinished = ray.wait(unfinished, timeout=POLL_S)
                     finished += ready
                     self._monitor.update()
-        errors = [partial(raise_hwrl_error, answer) for answer in finished if after and answer in closing]
+        errors = [partial(_raise_error, answer) for answer in finished if after and answer in closing]
         self.trainers.kill()
         self.replicas.kill()
         self.ledger.remote.kill()
@@ -403,7 +401,11 @@ class Trainers:
         """Return whether a rank is saving a checkpoint in the background. Ranks in a call answer, too."""
         answers = [rank.ping() for rank in self._ranks]
         ready = ray.wait(answers, num_returns=len(answers), timeout=DEATH_NOTICE_S)[0]
-        return any(death_of(answer) is None and value_of(answer).is_saving for answer in ready)
+        for answer in ready:
+            with suppress(*DEATH_ERRORS):
+                if value_of(answer).is_saving:
+                    return True
+        return False
 
     def begin_close(self) -> list[Answer[None]]:
         """Begin to close the ranks if they are set up. Does not wait; return the answers."""
@@ -457,11 +459,20 @@ class Trainers:
             while pending and not timeout.is_over():
                 for other in self._watch(pending):  # raises TrainerDiedError for a rank without heartbeats
                     pending.remove(other)
-                    if (reason := death_of(other)) is not None:
-                        raise TrainerDiedError(f"{names[other]}: {reason}") from exc
-                    if isinstance(exc, CommError):
-                        value_of(other, process=names[other])  # raises the cause, if this rank has it
+                    try:
+                        value_of(other, process=names[other])
+                    except DEATH_ERRORS as death:
+                        raise TrainerDiedError(f"{names[other]}: {why_died(death)}") from exc
+                    except HwrlError:
+                        if isinstance(exc, CommError):
+                            raise
             raise
+
+
+def _raise_error(answer: Answer[Any]) -> None:
+    """Raise the error of a finished call, if it raised one. Ignore a death."""
+    with suppress(*DEATH_ERRORS):
+        value_of(answer)
 
 
 def _newest_step(config: Config) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,49 +141,47 @@ class RunInputs:
         """Compare the files with the checkpoint whose extra state is ``extra``.
 
         Returns a sentence for each changed file that may change. Raises ConfigError for a file that may not: the
-        training prompts, the model's configuration, its tokenizer, and the weights of a reference model. Checkpoints of
-        an older hwrl have only the hashes of the first two.
+        training prompts, the model's configuration, its tokenizer, and the weights of a reference model.
         """
-        saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
-        now = self.digests()
+        saved, now, model = extra["inputs"], self.digests(), self.config.model.path
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
-        if of_data := [key for key in changed if _is_of_training_data(key)]:
-            raise ConfigError(
-                f"{self._where(of_data)} does not hold the checkpoint's training data",
-                why=f"changed since the checkpoint was saved: {', '.join(of_data)}; the order of the prompts depends "
-                "on it, so some prompts would be lost or trained twice",
-                fix="restore the old file and settings, or start a new run in another dir=…",
-            )
-        if MODEL_CONFIG in changed:
-            raise ConfigError(
-                f"the checkpoint does not belong to the model in {self.config.model.path}",
-                why="the model's config.json has changed since the run started",
-                fix="restore the old model, or start a new run in another dir=…",
-            )
-        if "inputs" not in extra:
-            return []
-        tokenizer = [key for key in changed if _is_of_tokenizer(key)]
-        if tokenizer:
-            raise ConfigError(
-                f"the tokenizer in {self.config.model.path} is not the checkpoint's",
-                why=f"changed since the checkpoint was saved: {', '.join(tokenizer)}; prompts would get other tokens",
-                fix="restore the old files, or start a new run in another dir=…",
-            )
-        weights = [key for key in changed if key.startswith(MODEL) and key.endswith(_WEIGHTS)]
-        if weights and self.config.has_reference_copy:
-            raise ConfigError(
-                f"the weights in {self.config.model.path} are not those of the checkpoint's reference model",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the reference is the model with "
-                "which the run started",
-                fix="restore the old files, or start a new run in another dir=…",
-            )
+        data = ", ".join(str(self.files[key].path) for key in changed if key in self.files) or TRAIN
+        rules: list[tuple[Callable[[str], bool], str, str]] = [
+            (
+                _is_of_training_data,
+                f"{data} does not hold the checkpoint's training data",
+                "the order of the prompts depends on it, so some prompts would be lost or trained twice",
+            ),
+            (
+                MODEL_CONFIG.__eq__,
+                f"the checkpoint does not belong to the model in {model}",
+                "the model's tensors depend on it",
+            ),
+            (
+                _is_of_tokenizer,
+                f"the tokenizer in {model} is not the checkpoint's",
+                "prompts would get other tokens",
+            ),
+            (
+                self._is_of_reference,
+                f"the weights in {model} are not those of the checkpoint's reference model",
+                "the reference is the model with which the run started",
+            ),
+        ]
+        for concerns, what, why in rules:
+            if keys := list(filter(concerns, changed)):
+                raise ConfigError(
+                    what,
+                    why=f"changed since the checkpoint was saved: {', '.join(keys)}; {why}",
+                    fix="restore the old files and settings, or start a new run in another dir=…",
+                )
         return [
             f"{key} has changed since the checkpoint was saved; the run continues with the new content"
             for key in changed
         ]
 
-    def _where(self, keys: Sequence[str]) -> str:
-        return ", ".join(str(self.files[key].path) for key in keys if key in self.files) or "data.train"
+    def _is_of_reference(self, key: str) -> bool:
+        return self.config.has_reference_copy and key.startswith(MODEL) and key.endswith(_WEIGHTS)
 
 
 def identify_inputs(config: Config) -> RunInputs:

@@ -19,12 +19,12 @@ from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.progress import Progress
-from hwrl.run.report import RecordedView, StepRecorder, View
+from hwrl.run.report import PlainView, RecordedView, StepRecorder
 from hwrl.run.report.summary import Summary, summarise
 from hwrl.run.run_directory import claimed_directory
 
 
-def run_training(config: Config, view: View) -> Summary:
+def run_training(config: Config, view: PlainView) -> Summary:
     """Train a model with the settings in ``config``, show the progress in ``view``, and return a summary.
 
     Blocks until all steps are done, or until a signal (:class:`Interrupts`) ends the run after the current step, with a
@@ -55,7 +55,7 @@ class RunLoop:
     are saved first. All processes end in any case; errors meanwhile are notes on the first one.
     """
 
-    def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
+    def __init__(self, config: Config, view: PlainView | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._recorder = StepRecorder(config, devices=fleet.device_counts, log=view.log)
         self._progress = Progress(config, fleet, self._recorder, interrupts, log=view.log)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 import hwrl
 from hwrl.discovery import get_backend, set_backend
@@ -121,37 +121,14 @@ def failed_call(text: str, process: str) -> HwrlError:
     )
 
 
-def raise_hwrl_error(answer: Answer[Any]) -> None:
-    """Raise the HwrlError of a finished call, if it raised one. Ignore a death and all other errors."""
-    with contextlib.suppress(RayError):
-        try:
-            ray.get(answer)
-        except RayTaskError as exc:
-            if isinstance(exc.cause, HwrlError):
-                raise exc.cause from exc
-
-
-def death_of(answer: Answer[Any]) -> str | None:
-    """Return why the process of a finished call died; None if the call returned or raised."""
-    try:
-        ray.get(answer)
-    except DEATH_ERRORS as exc:
-        return why_died(exc)
-    except RayTaskError:
-        return None
-    return None
-
-
 def why_ended(answer: Answer[Any]) -> str:
     """Return why a call ended that was expected to run until the end of the run."""
     try:
-        ray.get(answer)
+        value_of(answer)
     except DEATH_ERRORS as exc:
         return why_died(exc)
-    except RayTaskError as exc:
-        if isinstance(exc.cause, HwrlError):
-            return f"{exc.cause.what}: {exc.cause.why}"
-        return [line for line in str(exc).splitlines() if line.strip()][-1].strip()
+    except HwrlError as exc:
+        return f"{exc.what}: {exc.why.splitlines()[0]}"
     return "it returned"
 
 

@@ -82,7 +82,7 @@ class TrainerRank:
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
     ) -> None:
         from hwrl.run import build  # it imports transformers, and the driver imports this module
-        from hwrl.run.plan import check_rank
+        from hwrl.run.fit import check_rank
 
         config, inputs = setup.config, setup.inputs
         if setup.lock is not None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hwrl.testing.levels import Kind, Level
     from hwrl.testing.processes import Processes, RankOutcome, preload, run_processes
     from hwrl.testing.report import CheckResult, KitReport
-    from hwrl.testing.subject import Subject, find_subject
+    from hwrl.testing.subject import Subject, find_subject, installed_names
 
 __all__ = [
     "CapabilityContract",
@@ -75,6 +75,7 @@ __all__ = [
     "TransportContract",
     "WeightsContract",
     "find_subject",
+    "installed_names",
     "preload",
     "run_kit",
     "run_processes",
@@ -89,6 +90,7 @@ _ELSEWHERE = {
     "RankOutcome": "processes",
     "Subject": "subject",
     "find_subject": "subject",
+    "installed_names": "subject",
     "preload": "processes",
     "run_processes": "processes",
 }

@@ -11,6 +11,7 @@ from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
+    from hwrl.train.activations import reserve_nbytes as reserve_nbytes
     from hwrl.train.algorithm import Algorithm as Algorithm
     from hwrl.train.choices import CLIPPED_LOSSES as CLIPPED_LOSSES
     from hwrl.train.choices import WEIGHTED_LOSSES as WEIGHTED_LOSSES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.cli import main
-from hwrl.output import PrintableStream, printable, printable_output
-from hwrl.run.report import LiveView
+from hwrl.output import printable
 from tests.support.run_files import step_line, write_lines
 
 STEERING = "\x1b]0;owned\x07 \x1b[2J \x9b31m \b\b \u202e \udcff end\r> "
@@ -90,28 +88,6 @@ def test_a_closed_standard_output_is_an_error() -> None:
     assert (ended.returncode, ended.stderr) == (1, b"hwrl: the output cannot be written: Bad file descriptor\n")
     ended = subprocess.run(["/bin/sh", "-c", f"'{sys.executable}' -m hwrl report /none 2>&-"], check=False)
     assert ended.returncode == 1, "and without standard error the status tells"
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_live_view_steers_and_what_it_shows_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = _Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with printable_output():
-        view = LiveView(2)
-        view.show({"step": 1.0, "time_s": 1.0, "eval/\x1b[2J/reward": 1.0})
-        view.log("of a log \x1b[31m")
-        print("of a warning \x1b[32m", file=sys.stderr)
-        view.close()
-        assert isinstance(sys.stdout, PrintableStream)
-    shown = terminal.getvalue()
-    assert r"eval \x1b[2J" in shown and r"of a log \x1b[31m" in shown and r"of a warning \x1b[32m" in shown
-    assert "\x1b[31m" not in shown and "\x1b[2J" not in shown and "\x1b[" in shown
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ def test_importing_hwrl_is_fast() -> None:
         "hwrl_cuda",
         "hwrl_npu",
         "hwrl_megatron",
+        "hwrl_new",
+        "hwrl_plan",
         "hwrl_report",
         "hwrl_simulate",
         "hwrl_trackers.mlflow",

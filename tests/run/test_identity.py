@@ -230,16 +230,6 @@ def test_a_resume_with_other_prompts_model_or_tokenizer_is_refused(
         identify_inputs(config).compare_with_checkpoint(extra)
 
 
-def test_a_checkpoint_that_names_prompts_and_model_only_is_compared_by_these(config: Config) -> None:
-    digests = identify_inputs(config).digests()
-    extra = {"data": digests[TRAIN], "model": digests["model.path/config.json"]}
-    edit_the_reward(config)
-    assert identify_inputs(config).compare_with_checkpoint(extra) == []
-    edit_the_prompts(config)
-    with pytest.raises(ConfigError, match="training data"):
-        identify_inputs(config).compare_with_checkpoint(extra)
-
-
 def with_sets(config: Config, *words: str) -> Config:
     directory = config.model.path.parent
     return load_config(directory / "config.yaml", [f"reward.function={directory / 'rewards.py'}:score", *words])

@@ -104,7 +104,7 @@ class RunDevices:
             return
         used = {
             device
-            for reservation in (*self._initial_replicas.values(), *self._in_use())
+            for reservation in (*self._initial_replicas.values(), *self.ranks.values(), *self.replicas.values())
             for device in reservation.devices
         }
         if not (self._divided and is_local()):
@@ -146,17 +146,11 @@ class RunDevices:
     @property
     def counts(self) -> DeviceCounts:
         """The number of devices of the current replicas, and of the run."""
-        rollout = {device for reservation in self.replicas.values() for device in reservation.devices}
-        return DeviceCounts(
-            len(rollout), len({device for reservation in self._in_use() for device in reservation.devices})
-        )
+        return DeviceCounts.of(self.ranks.values(), self.replicas.values())
 
     @property
     def _width(self) -> int:
         return max(len(reservation.devices) for reservation in self._initial_replicas.values())
-
-    def _in_use(self) -> list[Reservation]:
-        return [*self.ranks.values(), *self.replicas.values()]
 
     # -- one process -------------------------------------------------------------------------------------------------
 

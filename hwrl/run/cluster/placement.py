@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -49,6 +49,12 @@ class DeviceCounts:
     distinct: int
     """Devices of the whole run. A shared device counts once."""
 
+    @classmethod
+    def of(cls, ranks: Collection[Reservation], replicas: Collection[Reservation]) -> DeviceCounts:
+        """Count the devices of these reservations."""
+        rollout = {device for reservation in replicas for device in reservation.devices}
+        return cls(len(rollout), len(rollout.union(*(reservation.devices for reservation in ranks))))
+
 
 @dataclass(frozen=True)
 class DeviceAssignment:
@@ -62,12 +68,6 @@ class DeviceAssignment:
     def shared(self) -> bool:
         """Whether several processes share a device."""
         return sum(len(reservation.devices) for reservation in (*self.ranks, *self.replicas)) > self.devices
-
-    @property
-    def counts(self) -> DeviceCounts:
-        """The number of devices of the replicas, and of the run."""
-        rollout = {device for reservation in self.replicas for device in reservation.devices}
-        return DeviceCounts(len(rollout), self.devices)
 
     @property
     def bundles(self) -> list[tuple[int, ...]]:
@@ -309,15 +309,6 @@ def machine_devices(env: Mapping[str, str], devices: DeviceMap, *, count: int) -
     return devices.visible(env) or tuple(range(count))
 
 
-def with_visible(others: Sequence[int], env: Mapping[str, str], devices: DeviceMap) -> dict[str, str]:
-    """Return the variables to set so that the devices ``others`` are visible after the process's own devices.
-
-    ``others`` are indices on the machine. The own devices are those that are visible under ``env``.
-    """
-    own = devices.visible(env) or ()
-    return devices.render([*own, *(index for index in others if index not in own)]) if others else {}
-
-
 def make_visible(wanted: ProcessDevices, devices: DeviceMap, env: MutableMapping[str, str]) -> tuple[int, ...]:
     """Make the ``wanted`` devices visible to this process; return their indices among its visible devices.
 
@@ -333,7 +324,7 @@ def make_visible(wanted: ProcessDevices, devices: DeviceMap, env: MutableMapping
     if not wanted.opens:
         return own
     numbers = (devices.visible(env) or ())[: wanted.count]
-    env.update(with_visible(wanted.opens, env, devices))
+    env.update(devices.render([*numbers, *(index for index in wanted.opens if index not in numbers)]))
     visible = devices.visible(env) or ()
     return tuple(visible.index(number) for number in numbers) or own  # some runtimes sort the visible devices
 

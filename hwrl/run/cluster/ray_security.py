@@ -8,7 +8,6 @@ import importlib
 import os
 import secrets
 import shutil
-import string
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,12 +20,10 @@ from hwrl.errors import ConfigError
 
 _raylet: Any = importlib.import_module("ray._raylet")  # Ray's C++ part holds the settings of authentication
 _PREFIX = "hwrl-"
-_LETTERS = string.ascii_lowercase + string.digits
-_NAMES_TO_TRY = 1000
 _TOKEN = "token"
 _TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _SOCKET_PATH_NBYTES = 107
-_LONGEST_SOCKET = "/hwrl-0000/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_SOCKET = "/hwrl-00000000/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 @contextlib.contextmanager
@@ -125,7 +122,7 @@ def _base_directory() -> Path:
 def _own_directory(base: Path) -> Iterator[Path]:
     """Make a directory for this process, lock it during the block, and then delete it."""
     try:
-        own = _new_directory(base)
+        own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as exc:
         raise ConfigError(
             f"Ray cannot run in {base}",
@@ -142,23 +139,13 @@ def _own_directory(base: Path) -> Iterator[Path]:
         os.close(owner)
 
 
-def _new_directory(base: Path) -> Path:
-    """Make a directory with a short name: paths of sockets are limited. Raises OSError if no name is found."""
-    for _ in range(_NAMES_TO_TRY):
-        own = base / (_PREFIX + "".join(secrets.choice(_LETTERS) for _ in range(4)))
-        with contextlib.suppress(FileExistsError):
-            own.mkdir(mode=0o700)
-            return own
-    raise FileExistsError(f"of {_NAMES_TO_TRY} random names, all exist")
-
-
 def _open_directory(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _delete_abandoned(base: Path) -> None:
     """Delete the directories that killed runs of this user have left. Nobody holds their locks."""
-    for path in base.glob(f"{_PREFIX}????"):
+    for path in base.glob(f"{_PREFIX}????????"):
         with contextlib.suppress(OSError):  # it is in use, or was just deleted
             directory = _open_directory(path)
             try:

@@ -230,6 +230,16 @@ class Config(Section):
         return self.train.batch_groups * self.async_training.trigger_parameter_sync_step
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and replicas take turns, so that each can free its memory for the other.
+
+        They do if replicas may not run ahead (``staleness_threshold`` or ``lead_versions`` is 0), each step is a
+        version (``trigger_parameter_sync_step=1``), and idle replicas sleep (``free_cache_engine``).
+        """
+        steps = self.async_training.trigger_parameter_sync_step
+        return self.lead_groups == 0 and steps == 1 and self.rollout.free_cache_engine
+
+    @property
     def lead_groups(self) -> int:
         """The most prompts that may be running or finished beyond those of the present version, rounded down."""
         limits = self.async_training

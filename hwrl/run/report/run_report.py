@@ -59,7 +59,10 @@ class RunReport:
         self._step = resume_step
         self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
         self._started_s = time.perf_counter()
-        self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
+        with _writing(directory / METRICS):
+            self._metrics = AppendedFile(directory / METRICS)
+        with _writing(directory / PROMPTS):
+            self._prompts = AppendedFile(directory / PROMPTS)
         self.trackers = trackers
         self._samples: AppendedFile | None = None
         self._takes_samples = False
@@ -90,7 +93,8 @@ class RunReport:
             partial(self._append, METRICS, self._metrics, line),
         )
         self._add_samples(samples)
-        self._track(metrics, step=step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
         return line
 
     def amend(self, metrics: Mapping[str, float]) -> Metrics:
@@ -102,12 +106,14 @@ class RunReport:
             self.history.append({"step": self._step, "time_s": self._earlier_s})
         line = self.history[-1]
         line.update({name: _round(value) for name, value in metrics.items()})
-        with _writing(self._directory / METRICS):
+        path = self._directory / METRICS
+        with _writing(path):
             self._metrics.sync()  # raises if the file was deleted: it must not be created again
-        self._replace(METRICS, self.history)
-        self._metrics.close()
-        self._metrics = self._open(METRICS)
-        self._track(metrics, step=int(line["step"]))
+            self._fs.replace_file(path, encode_records(self.history))
+            self._metrics.close()
+            self._metrics = AppendedFile(path)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=int(line["step"]))
         return line
 
     def sync(self) -> None:
@@ -145,10 +151,6 @@ class RunReport:
         for tracker in self.trackers if traces else ():
             tracker.trace(traces)
 
-    def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
-        for tracker in self.trackers:
-            tracker.log(metrics, step=step)
-
     @contextmanager
     def _writing_samples(self) -> Iterator[None]:
         """Log an error in the block instead of raising it: the run continues without samples."""
@@ -160,17 +162,9 @@ class RunReport:
             path = self._directory / SAMPLES
             self._log(f"{path} can no longer be written ({_reason(exc)}); the run continues without it")
 
-    def _open(self, name: str) -> AppendedFile:
-        with _writing(self._directory / name):
-            return AppendedFile(self._directory / name)
-
     def _append(self, name: str, file: AppendedFile, line: Mapping[str, Any]) -> None:
         with _writing(self._directory / name):
             file.write(encode_records([line]))
-
-    def _replace(self, name: str, lines: list[Any]) -> None:
-        with _writing(self._directory / name):
-            self._fs.replace_file(self._directory / name, encode_records(lines))
 
     def _drop_after(self, name: str, *, last_step: int) -> list[Any]:
         """Remove the lines after ``last_step``. Return the other lines; log which are missing or damaged."""
@@ -185,7 +179,8 @@ class RunReport:
                 "The run continues, because weights and prompts come from the checkpoint"
             )
         if path.exists():
-            self._replace(name, kept)
+            with _writing(path):
+                self._fs.replace_file(path, encode_records(kept))
         return kept
 
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hwrl.interfaces import PromptTrace, RunStatus, Span
@@ -118,42 +117,33 @@ def _untrained(batch: BatchInfo) -> Metrics:
     }
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """A training step: its number, the weight version before it, and its start and end in seconds since 1970.
-
-    ``published`` is the version that the step sent; None if it sent no version. The transfer took ``sync_s`` seconds,
-    and the critic's training after it took ``critic_s``.
-    """
-
-    step: int
-    version: int
-    begin_unix_s: float
-    end_unix_s: float
-    published: int | None = None
-    sync_s: float = 0.0
-    critic_s: float = 0.0
-
-
-def finish_traces(spans: Mapping[int, Sequence[Span]], times: StepTimes) -> Iterator[PromptTrace]:
+def finish_traces(
+    spans: Mapping[int, Sequence[Span]],
+    *,
+    step: int,
+    version: int,
+    begin_unix_s: float,
+    end_unix_s: float,
+    published: int | None = None,
+    sync_s: float = 0.0,
+    critic_s: float = 0.0,
+) -> Iterator[PromptTrace]:
     """Yield the trace of each traced prompt of a step. ``spans`` has the replicas' spans by sequence number.
 
-    The span ``batch`` lasts from the end of the rollout to the start of the step. If the machines' clocks differ by
-    more than this time, its length is 0.
+    ``version`` is the weight version before the step, ``published`` the one that the step sent, if any. The transfer
+    took ``sync_s`` seconds, and the critic's training after it took ``critic_s``. The span ``batch`` lasts from the end
+    of the rollout to the start of the step. If the machines' clocks differ by more than this time, its length is 0.
     """
-    step = {"step": times.step, "version": times.version}
+    attributes = {"step": step, "version": version}
     for number, before in spans.items():
-        handed_in_unix_s = min(max(span.end_unix_s for span in before), times.begin_unix_s)
-        after = [
-            Span("batch", handed_in_unix_s, times.begin_unix_s),
-            Span("step", times.begin_unix_s, times.end_unix_s, step),
-        ]
-        if times.published is not None:
-            sent_unix_s = times.end_unix_s - times.critic_s
-            began_unix_s = max(times.begin_unix_s, sent_unix_s - times.sync_s)
-            after.append(Span("version", began_unix_s, sent_unix_s, {"version": times.published}))
+        handed_in_unix_s = min(max(span.end_unix_s for span in before), begin_unix_s)
+        after = [Span("batch", handed_in_unix_s, begin_unix_s), Span("step", begin_unix_s, end_unix_s, attributes)]
+        if published is not None:
+            sent_unix_s = end_unix_s - critic_s
+            began_unix_s = max(begin_unix_s, sent_unix_s - sync_s)
+            after.append(Span("version", began_unix_s, sent_unix_s, {"version": published}))
         ordered = sorted(before, key=lambda span: span.begin_unix_s)
-        yield PromptTrace(number, times.step, (*ordered, *after), step)
+        yield PromptTrace(number, step, (*ordered, *after), attributes)
 
 
 class StepRecorder:
@@ -230,22 +220,19 @@ class StepRecorder:
             for sentence in unknown_goals(self._config.goals, self.line, eval_sets=sets):
                 self.log(sentence)
         if batch.spans:
-            self._trace(step, outcome, batch)
+            every = self._config.async_training.trigger_parameter_sync_step
+            traces = finish_traces(
+                batch.spans,
+                step=step,
+                version=(step - 1) // every,
+                begin_unix_s=self._began_unix_s,
+                end_unix_s=time.time(),
+                published=None if step % every else step // every,
+                sync_s=outcome.metrics.get("timing_s/sync", 0.0),
+                critic_s=outcome.metrics.get("timing_s/critic", 0.0),
+            )
+            self.report.trace(list(traces))
         self.log_profile(outcome.profile)
-
-    def _trace(self, step: int, outcome: StepOutcome, batch: BatchInfo) -> None:
-        """Send the traces of the step's traced prompts to the trackers."""
-        every = self._config.async_training.trigger_parameter_sync_step
-        times = StepTimes(
-            step,
-            (step - 1) // every,
-            self._began_unix_s,
-            time.time(),
-            published=None if step % every else step // every,
-            sync_s=outcome.metrics.get("timing_s/sync", 0.0),
-            critic_s=outcome.metrics.get("timing_s/critic", 0.0),
-        )
-        self.report.trace(list(finish_traces(batch.spans, times)))
 
     def log_profile(self, message: str | None) -> None:
         """Log where the trainer has written its profile, or why there is none."""

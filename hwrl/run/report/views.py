@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
 from hwrl import __version__
 from hwrl.errors import with_notes
-from hwrl.output import discard, printable, printable_output
+from hwrl.output import discard, printable
 from hwrl.run.report.records import AppendedFile, Metrics, encode_records
 
 EVENTS = "events.jsonl"
@@ -26,7 +25,7 @@ EventKind = Literal["start", "note", "wait", "replica", "trainer", "scale", "err
 
 
 class PlainView:
-    """Progress as lines of text, at most one per ``interval_s`` seconds: for log files, pipes and CI."""
+    """Progress as lines of text, at most one per ``interval_s`` seconds."""
 
     def __init__(self, total_steps: int, *, stream: TextIO, interval_s: float = 2.0) -> None:
         self._total, self._stream, self._interval_s = total_steps, stream, interval_s
@@ -47,52 +46,6 @@ class PlainView:
         except OSError:
             discard(self._stream)
 
-    def close(self) -> None:
-        """Do nothing: this view has no resources."""
-
-
-class LiveView:
-    """Progress as a table and a progress bar, redrawn in place."""
-
-    def __init__(self, total_steps: int) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._total = total_steps
-        self._console = Console(file=getattr(sys.stdout, "raw", None))  # its escapes are meant for the terminal
-        self._live = Live(console=self._console, refresh_per_second=4)
-        self._live.start()
-        self._redirected = ExitStack()  # what others print goes to the console, too
-        self._redirected.enter_context(printable_output())
-
-    def show(self, line: Metrics) -> None:
-        """Redraw the table with the metrics of a step."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, show_header=False)
-        for name, value in _shown(line, self._total):
-            table.add_row(
-                Text(printable(name), style="bold"), Text(printable(value))
-            )  # no markup: logging a line disables it for the table
-        self._live.update(Group(table, ProgressBar(total=self._total, completed=line["step"], width=60)))
-
-    def log(self, text: str) -> None:
-        """Print one line above the table."""
-        with suppress(OSError):  # the terminal is gone
-            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Stop redrawing. The last table stays on the screen."""
-        self._redirected.close()
-        with suppress(OSError):
-            self._live.stop()
-
-
-View = PlainView | LiveView
-
 
 class EventLog(Protocol):
     """A function that logs a line of text as an event of some kind."""
@@ -108,7 +61,7 @@ class RecordedView:
     after a first error, which is logged to the view, it is no longer written.
     """
 
-    def __init__(self, view: View, directory: Path) -> None:
+    def __init__(self, view: PlainView, directory: Path) -> None:
         self._view, self._path, self._step = view, directory / EVENTS, 0
         self._file: AppendedFile | None = None
         try:
@@ -161,16 +114,13 @@ class RecordedView:
         self._view.log(f"{self._path} can no longer be written ({exc.strerror or exc}); the run continues without it")
 
 
-def make_view(total_steps: int) -> View:
-    """Return a live view on a terminal, and plain lines elsewhere.
-
-    Characters that the encoding of standard output lacks are shown as escapes from now on.
-    """
+def make_view(total_steps: int) -> PlainView:
+    """Return a view on standard output, which shows characters that its encoding lacks as escapes from now on."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if getattr(sys.stdout, "lost", None) is not None:  # the process began without a standard output
         discard(sys.stdout)
-    return LiveView(total_steps) if sys.stdout.isatty() else PlainView(total_steps, stream=sys.stdout)
+    return PlainView(total_steps, stream=sys.stdout)
 
 
 def _is_evaluated(line: Metrics) -> bool:

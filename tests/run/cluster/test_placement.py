@@ -22,7 +22,6 @@ from hwrl.run.cluster.placement import (
     machine_devices,
     make_device_report,
     make_visible,
-    with_visible,
 )
 from hwrl_npu.settings import DEVICES as ASCENDING
 
@@ -172,8 +171,9 @@ def test_several_senders_that_a_transport_does_not_allow_are_refused(transport: 
 def test_a_process_sees_others_devices_behind_its_own() -> None:
     machine = machine_devices({"VISIBLE": "3,5,7"}, DEVICES, count=3)
     assert machine == (3, 5, 7)
-    assert with_visible(machine, {"VISIBLE": "5"}, DEVICES) == {"VISIBLE": "5,3,7"}
-    assert with_visible((), {"VISIBLE": "5"}, DEVICES) == {}
+    environment = {"VISIBLE": "5"}
+    assert make_visible(ProcessDevices(1, opens=machine), DEVICES, environment) == (0,)
+    assert environment == {"VISIBLE": "5,3,7"}
 
 
 def test_a_machine_that_hides_nothing_numbers_its_devices_from_zero() -> None:

@@ -198,7 +198,7 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
 def test_a_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("RAY_TMPDIR", str(base))
-    of_others = base / "hwrl-abcd"
+    of_others = base / "hwrl-abcd1234"
     of_others.mkdir()
     (of_others / "token").touch()
     descend = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"  # Python's rmtree recurses

@@ -66,7 +66,7 @@ def test_closing_waits_for_a_checkpoint_in_the_background(
         raise raised
 
     monkeypatch.setattr("hwrl.run.fleet.ray", SimpleNamespace(wait=trainers.wait))
-    monkeypatch.setattr("hwrl.run.fleet.raise_hwrl_error", raise_error)
+    monkeypatch.setattr("hwrl.run.fleet.value_of", raise_error)
     nothing = SimpleNamespace(finish=int, update=int, begin_stop=list, kill=int, close=int)
     fleet = SimpleNamespace(
         _config=SimpleNamespace(timeouts=SimpleNamespace(trainer_s=limit_s)),

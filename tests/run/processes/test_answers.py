@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hwrl.errors import DataError, HwrlError
-from hwrl.run.remote import raise_hwrl_error, value_of
+from hwrl.run.remote import value_of
 
 USERS = """
 import json
@@ -81,8 +81,5 @@ no_users_code = ray.remote(num_cpus=0)(json.loads)
 def test_an_error_without_users_code_shows_all_its_lines() -> None:
     with pytest.raises(DataError, match="what"):
         value_of(call.remote("", "hwrl"))
-    with pytest.raises(DataError, match="what"):
-        raise_hwrl_error(call.remote("", "hwrl"))
-    raise_hwrl_error(no_users_code.remote("{"))
     with pytest.raises(HwrlError, match=r"(?s)a process of the run failed\n  why: json.*decoder.py"):
         value_of(no_users_code.remote("{"))

@@ -101,7 +101,8 @@ def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: P
 
 def test_devices_that_both_sides_use_count_once_for_the_run() -> None:
     def counts(devices: int) -> DeviceCounts:
-        return assign_devices(devices=devices, ranks=2, replicas=3, tensor_parallel=1, may_share=True).counts
+        assigned = assign_devices(devices=devices, ranks=2, replicas=3, tensor_parallel=1, may_share=True)
+        return DeviceCounts.of(assigned.ranks, assigned.replicas)
 
     assert counts(8) == DeviceCounts(3, 5)
     assert counts(4) == DeviceCounts(2, 4)

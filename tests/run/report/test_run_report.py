@@ -20,7 +20,7 @@ from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config, load_config
 from hwrl.run.ledger import BatchInfo
-from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, StepRates, read_metrics
+from hwrl.run.report import METRICS, PROMPTS, PlainView, RunReport, StepRates, read_metrics
 from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
 
@@ -193,17 +193,6 @@ def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() 
     shown = stream.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in shown] == ["step 1/4", "step 3/4", "step 4/4"]
     assert "eval 0.500" in shown[1]
-
-
-def test_the_live_view_takes_every_line_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    view = LiveView(2)
-    view.show({"step": 1.0, "time_s": 1.0, **METRICS_OF_A_STEP})
-    view.log("something happened in /tmp/a[b]c: [/b]")  # the table is printed again with it
-    view.show({"step": 2.0, "time_s": 2.0, "eval/reward": 0.5, "eval/exact": 0.25, **METRICS_OF_A_STEP})
-    view.log("and the end")
-    view.close()
-    shown = capsys.readouterr().out
-    assert "something happened in /tmp/a[b]c: [/b]" in shown and "[bold]" not in shown
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:

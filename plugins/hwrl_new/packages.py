@@ -9,19 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from hwrl import __version__
-from hwrl.cli.arguments import local_path
+from hwrl.cli import local_path
 from hwrl.errors import ConfigError
-from hwrl.interfaces import API_VERSION
-from hwrl.testing.levels import Kind, Level
-from hwrl.testing.subject import installed_names
+from hwrl.interfaces import API_VERSION, Command
+from hwrl.testing import Kind, Level, installed_names
 
 _NAME = re.compile("[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _LONGEST = 40
@@ -31,16 +29,8 @@ _GROUPS = {Kind.BACKEND: "hwrl.backends", Kind.TRANSPORT: "hwrl.transports"}
 _LEVELS = {Kind.BACKEND: Level.DEVICE, Kind.TRAIN_ENGINE: Level.TRAIN}
 
 
-class PackageCommand(NamedTuple):
-    """The parts of a subcommand."""
-
-    help: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-def new_package_command(*kinds: Kind) -> PackageCommand:
-    """Return the command that writes a package of one of ``kinds``; ``--kind`` chooses among several."""
+def new_package_command(name: str, *kinds: Kind) -> Command:
+    """Return the command ``name``, which writes a package of one of ``kinds``; ``--kind`` chooses among several."""
     choices = {kind.value.removesuffix("-engine"): kind for kind in kinds}
     noun = " or ".join(choices) + " engine" * (len(kinds) > 1)
 
@@ -56,7 +46,7 @@ def new_package_command(*kinds: Kind) -> PackageCommand:
         print(next_steps(kind, args.name, write_package(kind, args.name, args.into)))
         return 0
 
-    return PackageCommand(f"write a package with a new {noun}, ready to install and to change", configure, run)
+    return Command(name, f"write a package with a new {noun}, ready to install and to change", configure, run)
 
 
 def write_package(kind: Kind, name: str, into: Path) -> Path:
@@ -147,7 +137,7 @@ def _fields(kind: Kind, name: str) -> dict[str, str]:
 
 def _templates(kind: Kind, module: str) -> Iterator[tuple[Path, str]]:
     """Yield the path inside the package and the text of each template of ``kind``."""
-    root = files("hwrl.cli") / "templates"
+    root = files("hwrl_new") / "templates"
     for part in (_EVERY, kind.value):
         for path, file in _files(root / part, Path()):
             text = file.read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwrl.errors import ConfigError
-from hwrl.run.config import EMBEDDED, FSDP, Config, parse_config
-from hwrl.run.plan.plan import Hardware, make_plan
+from hwrl.run import EMBEDDED, FSDP, Config
+from hwrl_plan.planning import Hardware, make_plan
 
 _MAX_SUGGESTIONS = 3
 """The maximum number of suggestions."""
@@ -100,8 +100,8 @@ def apply(config: Config, levers: Sequence[Lever]) -> Config | None:
             node = node.setdefault(section, {})
         node[last] = value
     try:
-        return parse_config(tree)
-    except ConfigError:
+        return Config.model_validate(tree)
+    except ValueError:
         return None
 
 

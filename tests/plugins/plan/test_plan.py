@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 
 from hwrl.cli import main
-from hwrl.cli.plan import size
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import MemoryInfo
 from hwrl.run import load_config
 from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.demo import write_demo
+from hwrl.run.fit import check_rank, check_replica
 from hwrl.run.identity import identify_inputs
-from hwrl.run.plan import Hardware, RunPlan, check_rank, check_replica, make_plan, suggest
 from hwrl.run.remote import ProcessSetup
 from hwrl.run.trainer import TrainerRank
 from hwrl_cpu import INFO, CpuBackend
+from hwrl_plan.command import size
+from hwrl_plan.levers import suggest
+from hwrl_plan.planning import Hardware, RunPlan, make_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 MIB = 1 << 20

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from hwrl.errors import ConfigError
-from hwrl.interfaces import ALWAYS, Capability, MemoryCause, Phase, Support, peak_phase, phase_nbytes
-from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
-from hwrl.run.cluster.placement import DeviceAssignment, assign_devices, choose_transport
-from hwrl.run.config import Config
-from hwrl.run.plan.processes import LINK_CAUSES, Link, links_of, rank_memory, worker_memory
+from hwrl.interfaces import (
+    ALWAYS,
+    Backend,
+    Capability,
+    DeviceMap,
+    MemoryCause,
+    Phase,
+    Support,
+    peak_phase,
+    phase_nbytes,
+)
+from hwrl.run import ClusterNode, Config, PlacementPlan, needs, place_on_nodes, plan_placement
+from hwrl_plan.processes import LINK_CAUSES, Link, links_of, rank_memory, worker_memory
 
 
 @dataclass(frozen=True)
@@ -78,22 +87,17 @@ class RunPlan:
 def make_plan(config: Config, hardware: Hardware) -> RunPlan:
     """Return the plan of ``config`` on ``hardware``. Needs no device. Raises DataError if the model cannot be read."""
     try:
-        assignment = _assign(config, hardware)
-        transport, why = choose_transport(
-            bypass_cpu=config.weights.bypass_cpu,
-            shared=assignment.shared,
-            one_machine=hardware.nodes == 1,
-            supports=_capable,
-        )
+        placement = _place(config, hardware)
     except ConfigError as error:
         return RunPlan(config, hardware, (), (), (), 0, "", (), (f"{error}",))
+    transport, assignment = placement.transport, placement.assignment
     ranks, workers = config.train.ranks, config.rollout.replicas * config.rollout.tensor_parallel
     rank = PlannedProcess(
         "trainer rank", ranks, rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
     )
     worker = PlannedProcess("replica worker", workers, worker_memory(config, device_nbytes=hardware.device_nbytes))
-    devices = tuple(_devices(assignment, rank, worker, takes_turns=takes_turns(config)))
-    host = _host_nbytes(hardware, assignment, rank, worker)
+    devices = tuple(_devices(placement, rank, worker, takes_turns=config.takes_turns))
+    host = _host_nbytes(hardware, placement, rank, worker)
     unknown = tuple(
         f"the memory of a {process.name}: the plugin of its engine does not report it"
         for process in (rank, worker)
@@ -106,45 +110,36 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
         devices=devices,
         links=tuple(links_of(config, nodes=hardware.nodes, transport=transport)),
         host_nbytes=host,
-        placed=f"{assignment}; weights travel by {transport}: {why}",
+        placed=f"{assignment}; weights travel by {transport}: {placement.why_transport}",
         unknown=unknown,
         misfits=tuple(_misfits(hardware, devices, host)),
     )
 
 
-def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
+def _place(config: Config, hardware: Hardware) -> PlacementPlan:
     """Divide the devices. Raises ConfigError if they are too few, or if a replica does not fit on one node."""
-    assignment = assign_devices(
-        devices=hardware.devices,
-        ranks=config.train.ranks,
-        replicas=config.rollout.replicas,
-        tensor_parallel=config.rollout.tensor_parallel,
-        may_share=True,
-    )
+    backend = cast(Backend, _Accelerator())
+    placement = plan_placement(config, backend, devices=hardware.devices, one_machine=hardware.nodes == 1)
     nodes = [ClusterNode(f"node {number}", hardware.devices // hardware.nodes) for number in range(hardware.nodes)]
-    place_on_nodes(assignment, nodes, shard_ranks=config.train.shard_ranks)
-    return assignment
+    place_on_nodes(placement.assignment, nodes, shard_ranks=config.train.shard_ranks)
+    return placement
 
 
-def _capable(capability: Capability) -> Support:
-    """Answer as for most accelerators: all capabilities, except groups with two processes on one device."""
-    shared = capability is Capability.SHARED_DEVICE_GROUPS
-    return Support("unsupported" if shared else "supported", "a group can have only one process per device")
+class _Accelerator:
+    """What the placement asks of a backend, as most accelerators answer it."""
 
+    devices = DeviceMap("VISIBLE_DEVICES", "device")
 
-def takes_turns(config: Config) -> bool:
-    """Return whether trainer and replicas take turns, so that each can free its memory for the other.
-
-    They do if replicas may not run ahead (``staleness_threshold`` or ``lead_versions`` is 0), each step is a version
-    (``trigger_parameter_sync_step=1``), and idle replicas sleep (``free_cache_engine``).
-    """
-    steps = config.async_training.trigger_parameter_sync_step
-    return config.lead_groups == 0 and steps == 1 and config.rollout.free_cache_engine
+    def supports(self, capability: Capability) -> Support:
+        """Return that it has all capabilities, except groups with two processes on one device."""
+        shared = capability is Capability.SHARED_DEVICE_GROUPS
+        return Support("unsupported" if shared else "supported", "a group can have only one process per device")
 
 
 def _devices(
-    assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess, *, takes_turns: bool
+    placement: PlacementPlan, rank: PlannedProcess, worker: PlannedProcess, *, takes_turns: bool
 ) -> list[PlannedDevice]:
+    assignment = placement.assignment
     ranks = {device for reservation in assignment.ranks for device in reservation.devices}
     workers = Counter(device for reservation in assignment.replicas for device in reservation.devices)
     kinds = Counter((device in ranks, workers[device]) for device in range(assignment.devices))
@@ -178,12 +173,12 @@ def _turn(active: bool) -> Phase:  # noqa: FBT001 - private
     return "step" if active else "idle"
 
 
-def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess) -> int:
+def _host_nbytes(hardware: Hardware, placement: PlacementPlan, rank: PlannedProcess, worker: PlannedProcess) -> int:
     """Return the host memory of the node that needs most. A process is on the node of its device."""
     per_node = max(1, hardware.devices // hardware.nodes)
     peaks = {kind: max(phase_nbytes(kind.causes, phase, place="host") for phase in ALWAYS) for kind in (rank, worker)}
     total: Counter[int] = Counter()
-    for kind, reservations in ((rank, assignment.ranks), (worker, assignment.replicas)):
+    for kind, reservations in ((rank, placement.assignment.ranks), (worker, placement.assignment.replicas)):
         for reservation in reservations:
             for device in reservation.devices:
                 total[device // per_node] += peaks[kind]
@@ -199,13 +194,3 @@ def _misfits(hardware: Hardware, devices: Sequence[PlannedDevice], host: int) ->
     if hardware.host_nbytes is not None and host > hardware.host_nbytes:
         misfits.append(needs("the host memory of a node", host, hardware.host_nbytes))
     return misfits
-
-
-def needs(whose: str, nbytes: int, limit: int) -> str:
-    """Return the sentence about something that is too small, for a plan and for a refused run."""
-    return f"{whose} needs {gib(nbytes)} and has {gib(limit)}"
-
-
-def gib(nbytes: float) -> str:
-    """Return ``nbytes`` as text in GiB, with one decimal."""
-    return f"{nbytes / (1 << 30):.1f} GiB"

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from hwrl.interfaces import MemoryCause
-from hwrl.run.plan.levers import Suggestion
-from hwrl.run.plan.plan import PlannedDevice, RunPlan, gib
-from hwrl.run.plan.processes import Link
+from hwrl.run import gib
+from hwrl_plan.levers import Suggestion
+from hwrl_plan.planning import PlannedDevice, RunPlan
+from hwrl_plan.processes import Link
 
 
 def plan_as_text(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:

@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 
-from hwrl.cli.arguments import count, local_path
+from hwrl.cli import count, local_path
 from hwrl.errors import ConfigError, manual
 from hwrl.lazy import large_imports
 
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     with large_imports():
-        from hwrl.run.plan import Hardware, make_plan, plan_as_json, plan_as_text, suggest
+        from hwrl_plan.levers import suggest
+        from hwrl_plan.planning import Hardware, make_plan
+        from hwrl_plan.text import plan_as_json, plan_as_text
 
     if args.devices % args.nodes:
         raise ConfigError(

@@ -9,26 +9,22 @@ from pathlib import Path
 
 import torch
 
-from hwrl.discovery import load_hook
-from hwrl.interfaces import (
-    ALWAYS,
-    EngineSettings,
-    LoraSettings,
-    MemoryCause,
-    Phase,
-    Place,
-    RolloutSettings,
-    phase_nbytes,
-)
+from hwrl.interfaces import ALWAYS, EngineSettings, LoraSettings, MemoryCause, Phase, Place, phase_nbytes
 from hwrl.lora import described_model
 from hwrl.rollout import embedded_memory
-from hwrl.run.cluster.placement import Machines, choose_senders
-from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.settings import compute_dtype, critic_settings, engine_settings, rollout_settings
+from hwrl.run import (
+    EMBEDDED,
+    FSDP,
+    Config,
+    Machines,
+    choose_senders,
+    critic_settings,
+    engine_settings,
+    plugin_memory,
+    rollout_settings,
+)
 from hwrl.saved_names import saved_weights
-from hwrl.train import add_in_turns, certain_fsdp_memory, fsdp_memory, reference_memory
-from hwrl.train.activations import reserve_nbytes
+from hwrl.train import add_in_turns, fsdp_memory, reference_memory, reserve_nbytes
 from hwrl.weights import TRANSPORTS, TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
 
 CONTEXT_NBYTES = 1 << 30
@@ -65,7 +61,6 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     if config.train.engine == FSDP:
         causes += [*_fsdp_engines(config, settings, device_nbytes), *_overhead(device_nbytes)]
     else:
-        load_train_engine(config)
         others = _overhead(device_nbytes)
         usable, options = device_nbytes - sum(cause.nbytes for cause in others), config.train.engine_options
         reported = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
@@ -120,7 +115,6 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
     if config.rollout.engine == EMBEDDED:
         causes += [*embedded_memory(settings), *_overhead(device_nbytes)]
     else:
-        load_rollout_engine(config)
         options = config.rollout.engine_options
         causes += plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
     if config.rollout.free_cache_engine:
@@ -134,45 +128,6 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
     phases = ALWAYS if keeps_old else ("transfer",)
     causes.append(MemoryCause(name, receiving, phases=phases, certain=False))
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
-
-
-def plugin_memory(
-    name: str,
-    asked_by: str,
-    options: object,
-    settings: EngineSettings | RolloutSettings,
-    ranks: int,
-    device_nbytes: int,
-) -> list[MemoryCause]:
-    """Return the memory that a plugin reports for its engine; an empty list without the hook ``hwrl_engine_memory``."""
-    hook = load_hook(name, "hwrl_engine_memory", asked_by=asked_by, optional=True)
-    return list(hook(settings=settings, options=options, ranks=ranks, device_nbytes=device_nbytes) or ())
-
-
-def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
-    """Return the memory that a trainer rank certainly needs; nothing for a plugin's engine."""
-    if config.train.engine != FSDP:
-        return ()
-    ranks, settings = config.train.ranks, engine_settings(config)
-    causes = list(certain_fsdp_memory(settings, ranks=ranks))
-    if config.has_reference_copy:
-        causes = add_in_turns(causes, reference_memory(settings, ranks=ranks)[:1], name="reference")
-    if config.algorithm.has_critic:
-        critic = certain_fsdp_memory(critic_settings(config), ranks=ranks, critic=True)
-        causes += [cause for cause in add_in_turns([], critic, name="critic") if cause.certain]
-    return tuple(causes)
-
-
-def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:
-    """Return the memory that a worker of a replica certainly needs."""
-    settings = rollout_settings(config)
-    causes: Iterable[MemoryCause]
-    if config.rollout.engine == EMBEDDED:
-        causes = embedded_memory(settings)
-    else:
-        options = config.rollout.engine_options
-        causes = plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
-    return tuple(cause for cause in causes if cause.certain)
 
 
 def _overhead(device_nbytes: int) -> list[MemoryCause]:
@@ -191,13 +146,16 @@ def _awake(cause: MemoryCause) -> tuple[Phase, ...]:
 def sent_layout(config: Config) -> WeightLayout:
     """Return the layout of the tensors that an update sends: the model, or only the adapter."""
     return _layout(
-        config.model.path, compute_dtype(config), config.model.lora, config.weights.update_weights_bucket_megabytes
+        config.model.path,
+        engine_settings(config).dtype,
+        config.model.lora,
+        config.weights.update_weights_bucket_megabytes,
     )
 
 
 def base_nbytes(config: Config) -> int:
     """Return the bytes of the whole model in the dtype of the computation."""
-    return _layout(config.model.path, compute_dtype(config), None, None).payload_nbytes
+    return _layout(config.model.path, engine_settings(config).dtype, None, None).payload_nbytes
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,6 +1,0 @@
-"""``hwrl new-transport NAME``: write a package with a new transport."""
-
-from hwrl.cli.packages import new_package_command
-from hwrl.testing.levels import Kind
-
-HELP, configure, run = new_package_command(Kind.TRANSPORT)
