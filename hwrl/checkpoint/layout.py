@@ -13,27 +13,26 @@ import io
 import json
 import math
 import os
+import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where an item lies in torch's files
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
@@ -64,27 +63,8 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
     """
     state, storage = build_metadata_tables(entries, all_chunks=True)
     state_paths = {entry["name"]: state_path_of(entry) for entry in entries}
-    writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it has flushed
-    writer.fs = _ThroughDurableFS(fs)
-    results = [WriteResult(index, size_in_bytes=at.length, storage_data=at) for index, at in storage.items()]
-    writer.finish(Metadata(state, planner_data=state_paths), [results])
-
-
-class _ThroughDurableFS(FileSystem):
-    """A file system for torch's writer. It creates and renames files through a :class:`DurableFS`."""
-
-    def __init__(self, fs: DurableFS) -> None:
-        self._fs = fs
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path``, as :meth:`DurableFS.create_stream` does."""
-        with self._fs.create_stream(Path(path)) as stream:
-            yield stream
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file."""
-        self._fs.rename(Path(path), Path(new_path))
+    metadata = Metadata(state, planner_data=state_paths, storage_data=storage, storage_meta=StorageMeta())
+    fs.write_file(directory / ".metadata", pickle.dumps(metadata))
 
 
 def state_path_of(entry: Json) -> StatePath:

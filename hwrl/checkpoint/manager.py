@@ -24,7 +24,7 @@ from hwrl.checkpoint.nodes import open_shared
 from hwrl.checkpoint.parts import make_template, require_parts, restore, rng_state, set_rng_state, take_state
 from hwrl.checkpoint.resume import Resumed, load_newest
 from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
-from hwrl.checkpoint.staging import SaveTuning, StagingMemory, capture_state
+from hwrl.checkpoint.staging import CapturedState, SaveTuning, StagingMemory
 from hwrl.comm import Group
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, HwrlError
@@ -162,7 +162,7 @@ class CheckpointManager:
                 export=export,
                 after_commit=after_commit,
                 has_pending_error=previous_error is not None,
-                state=capture_state(taken, self._staging, copy=self._async_save, offloader=offloader),
+                state=CapturedState(taken, self._staging, copy=self._async_save, offloader=offloader),
             )
         except BaseException as exc:  # noqa: BLE001 - _refuse raises it again
             self._refuse(call, step, exc, previous_error)

@@ -67,16 +67,23 @@ def public_names(package: str) -> list[str]:
 
 
 def exported_names(path: Path) -> list[str] | None:
-    """Return the ``__all__`` of the file as it is written or from its ``names_of_modules``; None if it is computed."""
+    """Return the ``__all__`` of the file as it is written or from its ``names_of_modules``; None if it is computed.
+
+    Without ``__all__``, the names that are imported ``as`` themselves, which type checkers take for exports, too.
+    """
     values: dict[str, ast.expr | None] = {}
     for node in tree(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             values[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = node.value
-    value = values.get("__all__")
+    if "__all__" not in values:
+        imported = [alias for node in tree(path).body if isinstance(node, ast.ImportFrom) for alias in node.names]
+        return [alias.name for alias in imported if alias.name == alias.asname] or None
+    value = values["__all__"]
     try:
-        if value is not None and ast.unparse(value) == "[*_MODULE_OF]":
+        if value is not None and ast.unparse(value).endswith("*_MODULE_OF]"):
             (modules,) = cast(ast.Call, values["_MODULE_OF"]).args
-            return [name for names in ast.literal_eval(modules).values() for name in names.split()]
+            own = ast.literal_eval(ast.unparse(value).replace("*_MODULE_OF", ""))
+            return [*own, *(name for names in ast.literal_eval(modules).values() for name in names.split())]
         return None if value is None else list(ast.literal_eval(value))
     except ValueError:
         return None
