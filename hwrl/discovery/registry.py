@@ -435,43 +435,15 @@ def _refuse_unsafe_fallback(choice: Choice, survey: Survey, context: ProbeContex
 _PROCESS = Registry()
 
 
-def get_backend() -> Backend:
-    """Return this process's backend; see :meth:`Registry.get_backend`."""
-    return _PROCESS.get_backend()
+get_backend = _PROCESS.get_backend
+set_backend = _PROCESS.set_backend
+host_backend = _PROCESS.host_backend
+process_env = _PROCESS.process_env
+bootstrap = _PROCESS.bootstrap
+engine_args = _PROCESS.engine_args
+kernels = _PROCESS.kernels
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
     """Return ``backend``, or this process's backend if it is None."""
     return get_backend() if backend is None else backend
-
-
-def set_backend(choice: str | Backend) -> None:
-    """Choose this process's backend before its first use; see :meth:`Registry.set_backend`."""
-    _PROCESS.set_backend(choice)
-
-
-def process_env(
-    role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
-) -> dict[str, str]:
-    """Return environment variables for a worker of ``role``; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
-
-
-def host_backend() -> Backend:
-    """Return the backend of this process's host; see :meth:`Registry.host_backend`."""
-    return _PROCESS.host_backend()
-
-
-def bootstrap(framework: str) -> None:
-    """Let the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
-    _PROCESS.bootstrap(framework)
-
-
-def engine_args(framework: str, options: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
-    """Return arguments for engines of ``framework``, with the user's ``options``; see :meth:`Registry.engine_args`."""
-    return _PROCESS.engine_args(framework, options, key=key)
-
-
-def kernels() -> Kernels:
-    """Return the backend's fused operations; see :meth:`Registry.kernels`."""
-    return _PROCESS.kernels()
