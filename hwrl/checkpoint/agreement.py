@@ -129,7 +129,7 @@ class Agreement:
 
         Rank 0 may host the store, and the store ends with the process.
         """
-        if self._last is not None:
+        if self._last is not None and not self.rank:
             self._last.wait_for_leaving()
 
 
@@ -201,10 +201,9 @@ class _StoreRound(Round):
         self._decide(report)
 
     def wait_for_leaving(self) -> None:
-        """On rank 0, block until the other ranks have left. Do not wait long for ranks that are dead."""
-        if not self._rank:
-            with contextlib.suppress(PeerLostError):
-                await_keys(self._store, [f"left{rank}" for rank in range(1, self._size)], timeout_s=_LEAVING_S)
+        """Block until the other ranks have left. Do not wait long for ranks that are dead."""
+        with contextlib.suppress(PeerLostError):
+            await_keys(self._store, [f"left{rank}" for rank in range(1, self._size)], timeout_s=_LEAVING_S)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:

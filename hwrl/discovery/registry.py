@@ -236,9 +236,11 @@ class Registry:
 
     def _chosen_plugin(self) -> Plugin | None:
         """Return the chosen backend's plugin; None if set_backend got an object without one."""
-        name = self.get_backend().info.name
-        plugin = self._plugins().load(name) if name in self._plugins().names() else None
-        return plugin if isinstance(plugin, Plugin) else None
+        return self._plugin(self.get_backend().info.name)
+
+    def _plugin(self, name: str) -> Plugin | None:
+        loaded = self._plugins().load(name) if name in self._plugins().names() else None
+        return loaded if isinstance(loaded, Plugin) else None
 
     def _plugins(self) -> Installed[Plugin]:
         if self._installed is None:
@@ -261,17 +263,16 @@ class Registry:
         return backend
 
     def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
-        if choice is chosen or (isinstance(choice, str) and self._canonical(choice) == chosen.info.name):
+        if choice is chosen or choice == chosen.info.name:
+            return
+        plugin = self._plugin(choice) if isinstance(choice, str) else None
+        if plugin is not None and plugin.info.name == chosen.info.name:
             return
         raise BackendAlreadyChosenError(
             f"cannot choose backend {choice!r} now",
             why=f"this process already uses {chosen!r}",
             fix="call set_backend once, before anything uses the backend",
         )
-
-    def _canonical(self, name: str) -> str:
-        loaded = self._plugins().load(name) if name in self._plugins().names() else None
-        return loaded.info.name if isinstance(loaded, Plugin) else name
 
     def _choose_named(self, name: str, *, asked_by: str) -> Choice:
         if name not in self._plugins().names():
