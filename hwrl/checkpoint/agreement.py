@@ -290,17 +290,13 @@ class _StoreRound(Round):
                     beats[rank], heard_s[rank] = beat, time.monotonic()
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
-                raise _silent_error(silent, self._timeout_s)
+                raise CheckpointError(
+                    f"no answer from rank {', '.join(map(str, silent))}",
+                    why=f"the others have received no heartbeat for {self._timeout_s:g} s",
+                    fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was "
+                    "late. All ranks open the manager and make its calls; for some of the ranks, give it their group=",
+                )
             missing = await_keys(self._store, missing, timeout_s=self._beat_interval_s)
-
-
-def _silent_error(ranks: list[int], timeout_s: float) -> CheckpointError:
-    return CheckpointError(
-        f"no answer from rank {', '.join(map(str, ranks))}",
-        why=f"the others have received no heartbeat for {timeout_s:g} s",
-        fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was late. All "
-        "ranks open the manager and make its calls; for some of the ranks, give it their group=",
-    )
 
 
 def _round_number(key: str) -> tuple[int, int]:

@@ -99,8 +99,8 @@ def build_metadata_tables(
         if data is not None:
             known.chunks.append(data.chunk)
     for name, described in state.items():
-        if isinstance(described, TensorStorageMetadata):
-            _check_chunks(name, described, all_chunks=all_chunks)
+        if isinstance(described, TensorStorageMetadata) and not _fit(described, all_chunks=all_chunks):
+            raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
     return state, storage
 
 
@@ -111,14 +111,14 @@ def describe_saved(value: Any) -> str:
     return f"{value.properties.dtype} {list(value.size)}"
 
 
-def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bool) -> None:
-    """Raise ValueError if a chunk lies outside the tensor, or chunks overlap. ``all_chunks`` must also cover it."""
+def _fit(described: TensorStorageMetadata, *, all_chunks: bool) -> bool:
+    """Return whether the chunks lie in the tensor and do not overlap and, with ``all_chunks``, cover it."""
     chunks, size = described.chunks, described.size
     ranges = [bounds for chunk in chunks for bounds in zip(chunk.offsets, chunk.sizes, size, strict=True)]
-    outside = [bounds for bounds in ranges if not 0 <= bounds[0] <= bounds[0] + bounds[1] <= bounds[2]]
+    if not all(0 <= begin <= begin + length <= whole for begin, length, whole in ranges):
+        return False
     covered = not all_chunks or sum([math.prod(chunk.sizes) for chunk in chunks]) == math.prod(size)
-    if outside or not (covered and (len(chunks) == 1 or are_disjoint(chunks))):
-        raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
+    return covered and (len(chunks) == 1 or are_disjoint(chunks))
 
 
 def are_disjoint(chunks: Sequence[ChunkStorageMetadata]) -> bool:

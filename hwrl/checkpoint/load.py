@@ -100,7 +100,12 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         needs bytes on another node's disk.
         """
         assert self.metadata is not None, "set_up_planner comes first"
-        _require_same(self.state_dict, self.metadata.state_dict_metadata)
+        saved = self.metadata.state_dict_metadata
+        if missing := sorted(self.state_dict.keys() - saved.keys()):
+            raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
+        for name, value in self.state_dict.items():
+            if (here := _describe(value)) != (there := describe_saved(saved[name])):
+                raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
         plan = super().create_local_plan()
         unfilled: Counter[str] = Counter()  # elements
         for (name, _), tensor in local_tensors(self.state_dict):
@@ -125,15 +130,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 def _original_key(target: Any, key: str | int) -> Any:
     """Return the key of ``target`` that torch turned into the string ``key``. Return a list position unchanged."""
     return next(own for own in target if str(own) == key) if isinstance(target, dict) else key
-
-
-def _require_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing = sorted(state.keys() - saved.keys())
-    if missing:
-        raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
-    for name, value in state.items():
-        if (here := _describe(value)) != (there := describe_saved(saved[name])):
-            raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
 
 
 def _describe(value: Any) -> str:

@@ -89,9 +89,7 @@ class Saver:
 
     def __init__(self, shared: SharedDirectory, *, keep: int | None, tuning: SaveTuning) -> None:
         self._shared, self._keep, self._tuning = shared, keep, tuning
-        self._plan: tuple[list[SaveItem], list[int]] | None = (
-            None  # this rank's items; the positions of those it writes
-        )
+        self._plan: tuple[list[SaveItem], list[int]] | None = None  # this rank's items, and positions of its own
         self._packed_plans = [b""] * shared.agreement.size  # on rank 0: the entries of each rank's items, compressed
 
     def save(self, captured: CapturedSave) -> None:

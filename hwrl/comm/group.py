@@ -55,7 +55,8 @@ class TorchPending(Pending):
             self._group._watch(self._work, self._operation)
         except RuntimeError as exc:
             error = self._group._failure(exc, self._operation)
-            self._group._abort_after(error)
+            with contextlib.suppress(UnsupportedError, CommError):  # it frees the device from the failed operation
+                self._group.abort(f"an operation failed: {error.what}")
             raise error from exc
 
 
@@ -239,11 +240,6 @@ class TorchGroup(Group):
             self.watchers -= 1
         if self._newest_work is work:
             self._newest_work = None
-
-    def _abort_after(self, error: CommError) -> None:
-        """Abort the group, to free the device from the failed operation. If that fails too, ``error`` says more."""
-        with contextlib.suppress(UnsupportedError, CommError):
-            self.abort(f"an operation failed: {error.what}")
 
     def _drain(self) -> bool:
         """Wait up to ``timeout_s`` for queued operations; return whether all are done; False without streams."""
