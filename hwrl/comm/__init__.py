@@ -6,7 +6,8 @@ from torch._C._distributed_c10d import Store as Store
 from hwrl.comm.factory import Comm as Comm
 from hwrl.comm.factory import call_off_group as call_off_group
 from hwrl.comm.factory import forget_group as forget_group
-from hwrl.comm.group import TorchGroup as TorchGroup
+from hwrl.comm.group import Group as Group
+from hwrl.comm.group import Pending as Pending
 from hwrl.comm.sockets import process_sockets as process_sockets
 from hwrl.comm.staged import collectives_of as collectives_of
 from hwrl.comm.store import PrefixStore as PrefixStore
@@ -17,7 +18,5 @@ from hwrl.comm.store import is_on_loopback as is_on_loopback
 from hwrl.comm.store import serve_store as serve_store
 from hwrl.comm.store import store_address as store_address
 from hwrl.comm.store import store_failures as store_failures
+from hwrl.comm.tensors import ReduceOp as ReduceOp
 from hwrl.comm.tensors import raw_bytes as raw_bytes
-from hwrl.interfaces import Group as Group
-from hwrl.interfaces import Pending as Pending
-from hwrl.interfaces import ReduceOp as ReduceOp

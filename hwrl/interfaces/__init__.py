@@ -15,9 +15,6 @@ from hwrl.interfaces.chat import ParsedAnswer as ParsedAnswer
 from hwrl.interfaces.chat import ToolCall as ToolCall
 from hwrl.interfaces.chat import ToolParser as ToolParser
 from hwrl.interfaces.chat import Tools as Tools
-from hwrl.interfaces.comm import Group as Group
-from hwrl.interfaces.comm import Pending as Pending
-from hwrl.interfaces.comm import ReduceOp as ReduceOp
 from hwrl.interfaces.command import Command as Command
 from hwrl.interfaces.devicemap import DeviceMap as DeviceMap
 from hwrl.interfaces.groups import Ints as Ints

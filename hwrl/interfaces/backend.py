@@ -25,9 +25,8 @@ from hwrl.interfaces.varlen import PaddedAttention
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store  # torch.distributed has it, too, but not for type checkers
     from torch.distributed import ProcessGroup
-
-    from hwrl.interfaces.comm import Store
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. hwrl refuses plugins of another major or a newer minor version."""
