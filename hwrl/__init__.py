@@ -5,49 +5,24 @@ Importing hwrl is free: it loads no torch, no backend and no vendor library. Nam
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names, names_of_face
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from hwrl.discovery import get_backend, hookimpl, set_backend
-    from hwrl.errors import HwrlError
-    from hwrl.interfaces import Backend, BackendInfo, Capability, ProbeContext, ProbeResult
+    from hwrl.discovery import get_backend as get_backend
+    from hwrl.discovery import hookimpl as hookimpl
+    from hwrl.discovery import set_backend as set_backend
+    from hwrl.errors import HwrlError as HwrlError
+    from hwrl.interfaces import Backend as Backend
+    from hwrl.interfaces import BackendInfo as BackendInfo
+    from hwrl.interfaces import Capability as Capability
+    from hwrl.interfaces import ProbeContext as ProbeContext
+    from hwrl.interfaces import ProbeResult as ProbeResult
 
-_HOME = {
-    "Backend": "hwrl.interfaces",
-    "BackendInfo": "hwrl.interfaces",
-    "Capability": "hwrl.interfaces",
-    "HwrlError": "hwrl.errors",
-    "ProbeContext": "hwrl.interfaces",
-    "ProbeResult": "hwrl.interfaces",
-    "get_backend": "hwrl.discovery",
-    "hookimpl": "hwrl.discovery",
-    "set_backend": "hwrl.discovery",
-}
+_MODULE_OF = names_of_face(__name__)
+__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604 - they are strings
 
-__all__ = [
-    "Backend",
-    "BackendInfo",
-    "Capability",
-    "HwrlError",
-    "ProbeContext",
-    "ProbeResult",
-    "__version__",
-    "get_backend",
-    "hookimpl",
-    "set_backend",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hwrl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["large_imports", "lazy_names", "names_of_face", "names_of_modules"]
+__all__ = ["large_imports", "lazy_names", "names_of_face"]
 
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -30,15 +30,6 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[st
         return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
 
     return get, lambda: [*vars(sys.modules[package]), *module_of]
-
-
-def names_of_modules(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the module of each name, for :func:`lazy_names`; ``names`` has those of each module, between spaces.
-
-    >>> names_of_modules({"chat": "ChatTokens decode_text"})
-    {'ChatTokens': 'chat', 'decode_text': 'chat'}
-    """
-    return {name: module for module, text in names.items() for name in text.split()}
 
 
 def names_of_face(package: str) -> dict[str, str]:

@@ -446,16 +446,11 @@ def translated_errors(
         if _CODE in str(exc):
             why = "its files name Python code to run, and hwrl runs no code from a model directory"
             fix = "use an architecture of transformers itself"
+        elif isinstance(exc, pickle.UnpicklingError):  # torch's message advises an unsafe load
+            why = "a .bin file is damaged, or holds other objects than tensors"
         else:
-            why = _why(exc)
+            why = f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
         raise _unusable(directory, why, what=what, fix=fix) from exc
-
-
-def _why(exc: Exception) -> str:
-    if isinstance(exc, pickle.UnpicklingError):  # torch's message advises an unsafe load
-        return "a .bin file is damaged, or holds other objects than tensors"
-    words = " ".join(str(exc).split())
-    return f"{type(exc).__name__}: {words[:300]}"
 
 
 def _unusable(directory: Path, why: str, *, what: str, fix: str) -> DataError:

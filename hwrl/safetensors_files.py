@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,12 @@ def write_tensors(
     for file in planned:
         _write_file(directory / file.name, file, rest)
     if len(planned) > 1:
-        _write_index(directory / INDEX, planned)
+        index = {
+            "metadata": {"total_size": sum(file.nbytes for file in planned)},
+            "weight_map": {name: file.name for file in planned for name, _ in file.tensors},
+        }
+        with replacing(directory / INDEX) as out:
+            out.write(json.dumps(index, indent=2).encode())
 
 
 def _planned(described: Iterable[tuple[str, torch.Tensor]], file_nbytes: int) -> list[_PlannedFile]:
@@ -190,7 +195,7 @@ def _write_file(path: Path, file: _PlannedFile, tensors: Iterator[tuple[str, tor
             if (name, wanted.shape, wanted.dtype) != (found, tensor.shape, tensor.dtype):
                 came = f"{found} ({tensor.dtype}, {list(tensor.shape)})"
                 raise ValueError(f"{came} came, and not {name} ({wanted.dtype}, {list(wanted.shape)})")
-            out.write(_bytes_of(tensor))
+            out.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             del tensor
 
 
@@ -211,16 +216,3 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _write_index(path: Path, files: Sequence[_PlannedFile]) -> None:
-    index: Mapping[str, Any] = {
-        "metadata": {"total_size": sum(file.nbytes for file in files)},
-        "weight_map": {name: file.name for file in files for name, _ in file.tensors},
-    }
-    with replacing(path) as file:
-        file.write(json.dumps(index, indent=2).encode())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_modules
+from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.checkpoint.directory import TRACKER_NAME as TRACKER_NAME
@@ -45,23 +45,7 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.shards import LocalShards as LocalShards
     from hwrl.checkpoint.staging import SaveTuning as SaveTuning
 
-_MODULE_OF = names_of_modules(
-    {
-        "directory": "CheckpointDirectory TRACKER_NAME broken_checkpoints has_saves unfinished_saves",
-        "durable": "DurableFS FileRecord",
-        "export": "copy_for_torch join_parts",
-        "load": "SavedTensors read_tensors",
-        "lock": "DirectoryLock find_owner read_lock share_lock",
-        "manager": "CheckpointManager SaveReport",
-        "manifest": "CheckpointInfo EXTRA_NAME Manifest Skipped corrupt_error find_checkpoints "
-        "hold_for_reading read_extra step_name verify_files",
-        "parts": "parameter_names rng_state set_rng_state",
-        "resume": "Resumed",
-        "shards": "LocalShards",
-        "staging": "SaveTuning",
-    }
-)
-
+_MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

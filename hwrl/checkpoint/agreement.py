@@ -129,7 +129,7 @@ class Agreement:
 
         Rank 0 may host the store, and the store ends with the process.
         """
-        if self._last is not None:
+        if self._last is not None and not self.rank:
             self._last.wait_for_leaving()
 
 
@@ -201,10 +201,9 @@ class _StoreRound(Round):
         self._decide(report)
 
     def wait_for_leaving(self) -> None:
-        """On rank 0, block until the other ranks have left. Do not wait long for ranks that are dead."""
-        if not self._rank:
-            with contextlib.suppress(PeerLostError):
-                await_keys(self._store, [f"left{rank}" for rank in range(1, self._size)], timeout_s=_LEAVING_S)
+        """Block until the other ranks have left. Do not wait long for ranks that are dead."""
+        with contextlib.suppress(PeerLostError):
+            await_keys(self._store, [f"left{rank}" for rank in range(1, self._size)], timeout_s=_LEAVING_S)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
@@ -291,17 +290,13 @@ class _StoreRound(Round):
                     beats[rank], heard_s[rank] = beat, time.monotonic()
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
-                raise _silent_error(silent, self._timeout_s)
+                raise CheckpointError(
+                    f"no answer from rank {', '.join(map(str, silent))}",
+                    why=f"the others have received no heartbeat for {self._timeout_s:g} s",
+                    fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was "
+                    "late. All ranks open the manager and make its calls; for some of the ranks, give it their group=",
+                )
             missing = await_keys(self._store, missing, timeout_s=self._beat_interval_s)
-
-
-def _silent_error(ranks: list[int], timeout_s: float) -> CheckpointError:
-    return CheckpointError(
-        f"no answer from rank {', '.join(map(str, ranks))}",
-        why=f"the others have received no heartbeat for {timeout_s:g} s",
-        fix="check that rank's log; restart the run if the rank died, or give a longer timeout_s if it was late. All "
-        "ranks open the manager and make its calls; for some of the ranks, give it their group=",
-    )
 
 
 def _round_number(key: str) -> tuple[int, int]:

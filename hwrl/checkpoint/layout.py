@@ -13,27 +13,26 @@ import io
 import json
 import math
 import os
+import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where an item lies in torch's files
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
@@ -64,27 +63,8 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
     """
     state, storage = build_metadata_tables(entries, all_chunks=True)
     state_paths = {entry["name"]: state_path_of(entry) for entry in entries}
-    writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it has flushed
-    writer.fs = _ThroughDurableFS(fs)
-    results = [WriteResult(index, size_in_bytes=at.length, storage_data=at) for index, at in storage.items()]
-    writer.finish(Metadata(state, planner_data=state_paths), [results])
-
-
-class _ThroughDurableFS(FileSystem):
-    """A file system for torch's writer. It creates and renames files through a :class:`DurableFS`."""
-
-    def __init__(self, fs: DurableFS) -> None:
-        self._fs = fs
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path``, as :meth:`DurableFS.create_stream` does."""
-        with self._fs.create_stream(Path(path)) as stream:
-            yield stream
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file."""
-        self._fs.rename(Path(path), Path(new_path))
+    metadata = Metadata(state, planner_data=state_paths, storage_data=storage, storage_meta=StorageMeta())
+    fs.write_file(directory / ".metadata", pickle.dumps(metadata))
 
 
 def state_path_of(entry: Json) -> StatePath:
@@ -119,8 +99,8 @@ def build_metadata_tables(
         if data is not None:
             known.chunks.append(data.chunk)
     for name, described in state.items():
-        if isinstance(described, TensorStorageMetadata):
-            _check_chunks(name, described, all_chunks=all_chunks)
+        if isinstance(described, TensorStorageMetadata) and not _fit(described, all_chunks=all_chunks):
+            raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
     return state, storage
 
 
@@ -131,14 +111,14 @@ def describe_saved(value: Any) -> str:
     return f"{value.properties.dtype} {list(value.size)}"
 
 
-def _check_chunks(name: str, described: TensorStorageMetadata, *, all_chunks: bool) -> None:
-    """Raise ValueError if a chunk lies outside the tensor, or chunks overlap. ``all_chunks`` must also cover it."""
+def _fit(described: TensorStorageMetadata, *, all_chunks: bool) -> bool:
+    """Return whether the chunks lie in the tensor and do not overlap and, with ``all_chunks``, cover it."""
     chunks, size = described.chunks, described.size
     ranges = [bounds for chunk in chunks for bounds in zip(chunk.offsets, chunk.sizes, size, strict=True)]
-    outside = [bounds for bounds in ranges if not 0 <= bounds[0] <= bounds[0] + bounds[1] <= bounds[2]]
+    if not all(0 <= begin <= begin + length <= whole for begin, length, whole in ranges):
+        return False
     covered = not all_chunks or sum([math.prod(chunk.sizes) for chunk in chunks]) == math.prod(size)
-    if outside or not (covered and (len(chunks) == 1 or are_disjoint(chunks))):
-        raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
+    return covered and (len(chunks) == 1 or are_disjoint(chunks))
 
 
 def are_disjoint(chunks: Sequence[ChunkStorageMetadata]) -> bool:

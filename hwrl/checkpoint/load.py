@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where an item lies in torch's files
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -49,9 +48,7 @@ class LayoutReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Build torch's metadata from the layout file. Raise CheckpointCorruptError if the file is malformed."""
         try:
-            if self._entries is not None:
-                return self._build(self._entries)
-            return self._build(_read_layout(self._info))
+            return self._build(_read_layout(self._info) if self._entries is None else self._entries)
         except CheckpointCorruptError:
             raise
         except (OSError, *MALFORMED) as exc:
@@ -59,16 +56,13 @@ class LayoutReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load ``plan``. Raise ValueError if an item would unpack to more bytes than it has on the disk."""
-        ranges = {(at.relative_path, at.offset, at.length) for at in map(self._storage_of, plan.items)}
+        places = (self.storage_data[item.storage_index] for item in plan.items)
+        ranges = {(at.relative_path, at.offset, at.length) for at in places}
         for name, in_file in itertools.groupby(sorted(ranges), key=operator.itemgetter(0)):
             with open_to_read(Path(self._info.path) / name) as file:
                 for _, start, nbytes in in_file:
                     require_stored(file, start=start, nbytes=nbytes)
         return super().read_data(plan, planner)
-
-    def _storage_of(self, item: ReadItem) -> StorageInfo:
-        info: StorageInfo = self.storage_data[item.storage_index]
-        return info
 
     def _build(self, entries: Sequence[Json]) -> Metadata:
         used: Counter[str] = Counter()
@@ -106,7 +100,12 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         needs bytes on another node's disk.
         """
         assert self.metadata is not None, "set_up_planner comes first"
-        _require_same(self.state_dict, self.metadata.state_dict_metadata)
+        saved = self.metadata.state_dict_metadata
+        if missing := sorted(self.state_dict.keys() - saved.keys()):
+            raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
+        for name, value in self.state_dict.items():
+            if (here := _describe(value)) != (there := describe_saved(saved[name])):
+                raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
         plan = super().create_local_plan()
         unfilled: Counter[str] = Counter()  # elements
         for (name, _), tensor in local_tensors(self.state_dict):
@@ -131,15 +130,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 def _original_key(target: Any, key: str | int) -> Any:
     """Return the key of ``target`` that torch turned into the string ``key``. Return a list position unchanged."""
     return next(own for own in target if str(own) == key) if isinstance(target, dict) else key
-
-
-def _require_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing = sorted(state.keys() - saved.keys())
-    if missing:
-        raise misfit_error(f"the checkpoint lacks {len(missing)} of the state's names, for example {missing[0]!r}")
-    for name, value in state.items():
-        if (here := _describe(value)) != (there := describe_saved(saved[name])):
-            raise misfit_error(f"{name!r} is {there} in the checkpoint and {here} in the state")
 
 
 def _describe(value: Any) -> str:
@@ -188,9 +178,12 @@ class PlannedLoad:
         except torch.OutOfMemoryError:
             raise
         except Exception as exc:  # forged bytes may raise any error
-            os_error = _find_os_error(exc)
-            if os_error is not None:
-                raise _unreadable_error(self.info.path, os_error) from exc
+            if (broken := _find_os_error(exc)) is not None:
+                raise CheckpointError(
+                    f"the data of {self.info.path.name} cannot be read",
+                    why=f"{broken.strerror}: {broken.filename or self.info.path}",
+                    fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
+                ) from exc
             raise corrupt_error(self.info.path, f"its data cannot be read: {exc}") from exc
 
 
@@ -202,14 +195,6 @@ def _find_os_error(exc: BaseException) -> OSError | None:
             return cause
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _unreadable_error(path: Path, exc: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the data of {path.name} cannot be read",
-        why=f"{exc.strerror}: {exc.filename or path}",
-        fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
-    )
 
 
 def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:

@@ -24,7 +24,7 @@ from hwrl.checkpoint.nodes import open_shared
 from hwrl.checkpoint.parts import make_template, require_parts, restore, rng_state, set_rng_state, take_state
 from hwrl.checkpoint.resume import Resumed, load_newest
 from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
-from hwrl.checkpoint.staging import SaveTuning, StagingMemory, capture_state
+from hwrl.checkpoint.staging import CapturedState, SaveTuning, StagingMemory
 from hwrl.comm import Group
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, HwrlError
@@ -153,16 +153,18 @@ class CheckpointManager:
         waited_until_s = time.perf_counter()
         try:
             taken = take_state(self._one_state(state, what, CheckpointSaveError))
+            takes_rng = self._parts and "rng" not in (rank_extra or {})
+            own_rng = {_RNG: rng_state(self._backend)} if takes_rng else {}
             captured = CapturedSave(
                 call=call,
                 step=_count("step", step),
                 weight_version=_count("weight_version", weight_version),
                 extra=copy_extra(extra),
-                rank_extra=copy_extra(self._with_rng(rank_extra)),
+                rank_extra=copy_extra({**own_rng, **(rank_extra or {})}),
                 export=export,
                 after_commit=after_commit,
                 has_pending_error=previous_error is not None,
-                state=capture_state(taken, self._staging, copy=self._async_save, offloader=offloader),
+                state=CapturedState(taken, self._staging, copy=self._async_save, offloader=offloader),
             )
         except BaseException as exc:  # noqa: BLE001 - _refuse raises it again
             self._refuse(call, step, exc, previous_error)
@@ -240,13 +242,6 @@ class CheckpointManager:
                 fix="save and resume in the process that opened the manager, or open one in the child when the parent "
                 "has closed its own",
             )
-
-    def _with_rng(self, rank_extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return ``rank_extra`` with the random-number generators, if the manager takes the state by itself."""
-        rank_extra = rank_extra or {}
-        if not self._parts or "rng" in rank_extra:
-            return rank_extra
-        return {**rank_extra, _RNG: rng_state(self._backend)}
 
     @property
     def is_saving(self) -> bool:

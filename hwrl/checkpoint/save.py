@@ -29,7 +29,7 @@ from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, step_name, step_o
 from hwrl.checkpoint.nodes import SharedDirectory, merge_looks
 from hwrl.checkpoint.shards import SaveItem, assign
 from hwrl.checkpoint.staging import CapturedState, SaveTuning
-from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
+from hwrl.errors import CheckpointSaveError, HwrlError
 from hwrl.files import LOST
 
 EXPORT_NAME = "hf"
@@ -79,13 +79,6 @@ class _AgreedSave(NamedTuple):
     extra: Json | None
 
 
-class _Plan(NamedTuple):
-    """The items that this rank has, and the positions of those that it writes."""
-
-    items: list[SaveItem]
-    own: list[int]
-
-
 class Saver:
     """Saves steps, one at a time. All ranks do it together, in four rounds of their agreement.
 
@@ -96,7 +89,7 @@ class Saver:
 
     def __init__(self, shared: SharedDirectory, *, keep: int | None, tuning: SaveTuning) -> None:
         self._shared, self._keep, self._tuning = shared, keep, tuning
-        self._plan: _Plan | None = None
+        self._plan: tuple[list[SaveItem], list[int]] | None = None  # this rank's items, and positions of its own
         self._packed_plans = [b""] * shared.agreement.size  # on rank 0: the entries of each rank's items, compressed
 
     def save(self, captured: CapturedSave) -> None:
@@ -141,7 +134,7 @@ class Saver:
             raise
         except Exception as exc:  # a rank fell silent or the store failed, so others may have gone on
             may_be_complete = not self._remove_draft(agreed.draft)  # while this draft exists, the step is incomplete
-            raise (_in_doubt if may_be_complete else not_saved)(step, exc) from exc
+            raise not_saved(step, exc, may_be_complete=may_be_complete) from exc
 
     # -- round 1: agree -----------------------------------------------------------------------------------------
 
@@ -151,7 +144,7 @@ class Saver:
         rank, leads = shared.agreement.rank, shared.own is not None
         with shared.agreement.round() as ranks:
             items = captured.state.list_items(max_nbytes=self._tuning.max_item_nbytes)
-            is_known = known is not None and known.items == items
+            is_known = known is not None and known[0] == items
             request = {
                 "step": captured.step,
                 "has_pending_error": captured.has_pending_error,
@@ -172,8 +165,9 @@ class Saver:
             self._plan = known
             return None
         positions = decision["positions"]
-        self._plan = plan = _Plan(items, known.own if known and positions is None else positions[rank])
-        own = [items[position] for position in plan.own]
+        positions_here = known[1] if known and positions is None else positions[rank]
+        self._plan = items, positions_here
+        own = [items[position] for position in positions_here]
         if captured.state.offloaded:
             own.sort(key=lambda item: item.key not in captured.state.offloaded)  # the next offload waits for these
         draft = draft_path(shared.path, captured.step, decision["save_id"])
@@ -301,20 +295,22 @@ class Saver:
         own, step = self._shared.own, captured.step
         if own is None:
             return
-        with _finishing(step):
+        with _complete_but(step, "the tracker was not set", fix="the next save sets it and removes old checkpoints"):
             own.set_tracker(step)
         if self._shared.agreement.rank:
             ranks.hear([0])
         else:
             if captured.after_commit is not None:
                 assert manifest is not None, "rank 0 is the leader of its node"
-                _call_after_commit(captured.after_commit, CheckpointInfo(self._shared.path / step_name(step), manifest))
+                fix = "after_commit is not called again for this step, and the next save removes old checkpoints"
+                with _complete_but(step, "its after_commit failed", fix=fix):
+                    captured.after_commit(CheckpointInfo(self._shared.path / step_name(step), manifest))
             ranks.tell(None)
-        with _finishing(step):
+        with _complete_but(step, "old checkpoints were not removed", fix="the next save removes them"):
             own.retain(self._keep)
 
 
-# -- the caller's functions -----------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------------------------
 
 
 def _export(fs: DurableFS, directory: Path, export: Export, saved: SavedTensors) -> None:
@@ -329,21 +325,6 @@ def _export(fs: DurableFS, directory: Path, export: Export, saved: SavedTensors)
             )
         if path.is_file():
             fs.adopt_file(path)
-
-
-def _call_after_commit(after_commit: AfterCommit, info: CheckpointInfo) -> None:
-    try:
-        after_commit(info)
-    except Exception as exc:
-        raise CheckpointSaveError(
-            f"step {info.step} is complete, but its after_commit failed",
-            why=_reason(exc),
-            fix="fix the cause; after_commit is not called again for this step, and the next save removes old "
-            "checkpoints",
-        ) from exc
-
-
-# -- tensor files ---------------------------------------------------------------------------------------------------
 
 
 def write_tensor_files(
@@ -361,24 +342,19 @@ def write_tensor_files(
             for item in file_items:
                 start = stream.tell()
                 with state.reading(item) as data:
-                    if isinstance(data, torch.Tensor) and item.nbytes >= _SMALL_NBYTES:
+                    if isinstance(data, io.BytesIO):
+                        stream.write(data.getbuffer())
+                    elif item.nbytes >= _SMALL_NBYTES:
                         torch.save(data, stream)
                     else:
-                        stream.write(_as_bytes(data).getbuffer())
+                        torch.save(data, written := io.BytesIO())
+                        stream.write(written.getbuffer())
                 entries.append({**item.entry, "file": name, "start": start, "nbytes": stream.tell() - start})
         return entries
 
-    written = _run_in_threads(
-        [functools.partial(write, *numbered) for numbered in enumerate(_divide_over_files(items, tuning))]
-    )
+    files = enumerate(_divide_over_files(items, tuning))
+    written = _run_in_threads([functools.partial(write, *numbered) for numbered in files])
     return [entry for entries in written for entry in entries]
-
-
-def _as_bytes(data: torch.Tensor | io.BytesIO) -> io.BytesIO:
-    if isinstance(data, io.BytesIO):
-        return data
-    torch.save(data, written := io.BytesIO())
-    return written
 
 
 def _divide_over_files(items: Sequence[SaveItem], tuning: SaveTuning) -> list[list[SaveItem]]:
@@ -427,31 +403,23 @@ def _reason(exc: Exception) -> str:
     return f"{exc.what}; {exc.why}" if exc.why else exc.what  # an error of another rank may have no `why`
 
 
-def not_saved(step: int, why: str | Exception) -> CheckpointSaveError:
-    """Return the error for a step that is not on the disk."""
-    return CheckpointSaveError(
-        f"step {step} was not saved",
-        why=_reason(why) if isinstance(why, Exception) else why,
-        fix="fix the cause and save again; resume loads the newest complete step",
-    )
+def not_saved(step: int, why: str | Exception, *, may_be_complete: bool = False) -> CheckpointSaveError:
+    """Return the error for a step that is not on the disk.
+
+    With ``may_be_complete``, this rank lost contact during the commit or later. (Later, the step is complete.)
+    """
+    what, fix = "was not saved", "fix the cause and save again; resume loads the newest complete step"
+    if may_be_complete:
+        what, fix = "may or may not be complete", "save a later step; resume loads the newest complete step in any case"
+    return CheckpointSaveError(f"step {step} {what}", why=_reason(why) if isinstance(why, Exception) else why, fix=fix)
 
 
 @contextlib.contextmanager
-def _finishing(step: int) -> Iterator[None]:
+def _complete_but(step: int, failure: str, *, fix: str) -> Iterator[None]:
+    """Translate an error in the block, which comes after the commit on all nodes."""
     try:
         yield
-    except (OSError, CheckpointError) as exc:
+    except Exception as exc:
         raise CheckpointSaveError(
-            f"step {step} is complete, but the tracker was not set or old checkpoints were not removed",
-            why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-            fix="fix the cause; the next save sets the tracker and removes old checkpoints",
+            f"step {step} is complete, but {failure}", why=_reason(exc), fix=f"fix the cause; {fix}"
         ) from exc
-
-
-def _in_doubt(step: int, why: str | Exception) -> CheckpointSaveError:
-    """Return the error of a rank that lost contact during the commit or later. (Later, the step is complete.)"""
-    return CheckpointSaveError(
-        f"step {step} may or may not be complete",
-        why=_reason(why) if isinstance(why, Exception) else why,
-        fix="save a later step; resume loads the newest complete step in any case",
-    )

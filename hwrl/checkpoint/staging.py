@@ -6,7 +6,6 @@ The state may change while its copy is written.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import queue
@@ -14,13 +13,12 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hwrl.checkpoint.layout import StatePath
 from hwrl.checkpoint.shards import (
     MAX_ITEM_NBYTES,
     LocalKey,
@@ -65,42 +63,63 @@ class SaveTuning:
 # -- the state ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class CapturedState:
     """One rank's state, kept until it is written. In a background save, training may change the original meanwhile.
+
+    With ``copy``, the caller may change the contents of ``state`` as soon as this object is made, but not the shape of
+    a tensor or the ``pieces`` of a LocalShards until the plan is made. Without ``copy``, the tensors are not copied,
+    and the caller must not change them at all until they are written. ``flat`` is the state by names.
 
     Each local tensor is in one of three mappings:
 
     - ``on_host``: copies in the staging memory on the host. They are written from there.
     - ``via_buffers``: tensors that are read through the staging's buffers when they are written. They are copies on the
       device or, in a foreground save, the caller's own tensors.
-    - ``offloaded``: tensors with empty storage. Their content is in ``offloader_copies``, lent by the offloader.
+    - ``offloaded``: tensors with empty storage. Their content is in the copies that ``offloader`` lends.
 
-    ``values`` has all non-tensor values, as bytes. ``flat`` is the caller's state, and ``paths`` the place of each of
-    its names in the nested state.
+    ``lent_nbytes`` is the size of the tensors in the offloader's copies. This rank may read only some of them.
 
     Timeline: ``list_items``, ``read_only``, then ``reading`` from any thread, each item once; ``close``.
+
+    Raises CheckpointSaveError for two values with the same name, for a sparse tensor, and for a value that could be
+    loaded only by executing a pickle. Raises MemoryStateError for an offloaded tensor without a copy in ``offloader``.
     """
 
-    flat: Mapping[str, Any]
-    paths: Mapping[str, StatePath]
-    values: Mapping[str, io.BytesIO]
-    on_host: LocalTensors
-    via_buffers: dict[LocalKey, torch.Tensor]
-    offloaded: LocalTensors
-    offloader_copies: LentState
-    staging: StagingMemory
-    staged_nbytes: int
-    cloned_nbytes: int
-    lent_nbytes: int
-    """The size of the tensors in the offloader's copies. This rank may read only some of them."""
-    _unread: Counter[LocalKey | None] = field(default_factory=Counter)
-    _lent: dict[LocalKey, LentTensor] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self, state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
+    ) -> None:
+        self.flat, self._paths = flatten(state, CheckpointSaveError)
+        tensors = local_tensors(self.flat)
+        for (name, _), tensor in tensors:
+            _require_dense(name, tensor)
+        self.offloaded = {key: tensor for key, tensor in tensors if is_offloaded(tensor)}
+        resident = {key: tensor for key, tensor in tensors if key not in self.offloaded}
+        self._staging, self._lock = staging, threading.Lock()
+        self._unread: Counter[LocalKey | None] = Counter()
+        self._lent: dict[LocalKey, LentTensor] = {}
+        self.on_host: LocalTensors = {}
+        self.via_buffers: dict[LocalKey, torch.Tensor] = {}
+        self._copies: LentState = HostCopies([]) if offloader is None else offloader.lend_all()
+        try:
+            for (name, _), tensor in self.offloaded.items():
+                if not self._copies.holds(tensor):
+                    raise offloaded_error(name)
+            with staging.copying(resident) if copy else staging.synchronized(resident) as (on_host, buffered):
+                self.on_host, self.via_buffers = on_host, buffered
+                # encoded while the copies are being made
+                self._values = {
+                    name: _encode(name, one) for name, one in self.flat.items() if not isinstance(one, torch.Tensor)
+                }
+            staging.open_buffers(buffered)
+        except BaseException:
+            self.close()
+            raise
+        self.staged_nbytes, self.lent_nbytes = _nbytes(on_host), _nbytes(self.offloaded)
+        self.cloned_nbytes = _nbytes(buffered) if copy else 0
 
     def list_items(self, *, max_nbytes: int) -> list[SaveItem]:
         """Return the items of this rank. Tensors of more than ``max_nbytes`` are divided."""
-        return list_items(self.flat, self.paths, max_nbytes=max_nbytes)
+        return list_items(self.flat, self._paths, max_nbytes=max_nbytes)
 
     def read_only(self, items: Sequence[SaveItem]) -> None:
         """Release what is not in ``items``.
@@ -111,10 +130,10 @@ class CapturedState:
         """
         self._unread.update([item.key for item in items])
         for key in self.offloaded.keys() & self._unread.keys():
-            copy = self.offloader_copies.lend(self.offloaded[key])
-            assert copy is not None, "capture_state has checked that the offloader has a copy"
+            copy = self._copies.lend(self.offloaded[key])
+            assert copy is not None, "checked when the state was captured: that the offloader has a copy"
             self._lent[key] = copy
-        self.offloader_copies.give_back()
+        self._copies.give_back()
         for key in self.via_buffers.keys() - self._unread.keys():
             del self.via_buffers[key]
 
@@ -122,12 +141,12 @@ class CapturedState:
     def reading(self, item: SaveItem) -> Iterator[torch.Tensor | io.BytesIO]:
         """Yield the content of ``item``: a tensor on the host, or the bytes of a non-tensor value."""
         if item.key is None:
-            yield self.values[item.entry["name"]]
+            yield self._values[item.entry["name"]]
             return
         ranges = zip(item.begin, item.entry["sizes"], strict=True)
         cut = tuple([slice(begin, begin + size) for begin, size in ranges])
         if item.key in self.via_buffers:
-            with self.staging.reading(self.via_buffers[item.key][cut]) as tensor:
+            with self._staging.reading(self.via_buffers[item.key][cut]) as tensor:
                 yield tensor
         else:
             whole = self._lent[item.key].tensor if item.key in self._lent else self.on_host[item.key]
@@ -143,53 +162,9 @@ class CapturedState:
         """Release the tensors and the offloader's copies. May be called more than once."""
         for copy in self._lent.values():
             copy.give_back()
-        self.offloader_copies.give_back()
+        self._copies.give_back()
         self.via_buffers.clear()
-        self.staging.note_copies_freed()
-
-
-def capture_state(
-    state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
-) -> CapturedState:
-    """Capture ``state``. With ``copy``, the caller may change its contents as soon as this returns.
-
-    The caller must not change the shape of a tensor or the ``pieces`` of a LocalShards until the plan is made. Without
-    ``copy``, the tensors are not copied, and the caller must not change them at all until they are written.
-
-    Raises CheckpointSaveError for two values with the same name, for a sparse tensor, and for a value that could be
-    loaded only by executing a pickle. Raises MemoryStateError for an offloaded tensor without a copy in ``offloader``.
-    """
-    flat, paths = flatten(state, CheckpointSaveError)
-    tensors = local_tensors(flat)
-    for (name, _), tensor in tensors:
-        _require_dense(name, tensor)
-    offloaded = {key: tensor for key, tensor in tensors if is_offloaded(tensor)}
-    resident = {key: tensor for key, tensor in tensors if key not in offloaded}
-    with contextlib.ExitStack() as undo:
-        undo.callback(staging.note_copies_freed)
-        copies: LentState = HostCopies([]) if offloader is None else offloader.lend_all()
-        undo.callback(copies.give_back)
-        for (name, _), tensor in offloaded.items():
-            if not copies.holds(tensor):
-                raise offloaded_error(name)
-        with staging.copying(resident) if copy else staging.synchronized(resident) as (on_host, buffered):
-            # encoded while the copies are being made
-            values = {name: _encode(name, one) for name, one in flat.items() if not isinstance(one, torch.Tensor)}
-        staging.open_buffers(buffered)
-        undo.pop_all()
-    return CapturedState(
-        flat=flat,
-        paths=paths,
-        values=values,
-        on_host=on_host,
-        via_buffers=buffered,
-        offloaded=offloaded,
-        offloader_copies=copies,
-        staging=staging,
-        staged_nbytes=_nbytes(on_host),
-        cloned_nbytes=_nbytes(buffered) if copy else 0,
-        lent_nbytes=_nbytes(offloaded),
-    )
+        self._staging.note_copies_freed()
 
 
 def _encode(name: str, value: object) -> io.BytesIO:
@@ -253,6 +228,7 @@ class StagingMemory:
         self._host_places: dict[LocalKey, torch.Tensor] = {}
         self._free: queue.SimpleQueue[tuple[torch.Tensor, StreamLike]] = queue.SimpleQueue()
         self._buffer_nbytes = self._buffer_count = 0
+        self._peak_nbytes = self._needed_nbytes = self._copies_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -271,11 +247,11 @@ class StagingMemory:
 
         The block runs while the copies are being made. They are complete when the block ends.
         """
+        self._stream = stream = self._backend.stream()
         on_device = self._clone(tensors) if self._on_device else {}
         to_host = {key: tensor for key, tensor in tensors.items() if key not in on_device}
         if not self._fits(to_host):
             self._allocate_host_places(to_host)
-        stream = self._backend.stream()
         stream.wait_stream(self._backend.current_stream())
         try:
             with stream:
@@ -286,9 +262,11 @@ class StagingMemory:
             stream.synchronize()
 
     def note_copies_freed(self) -> None:
-        """Note that the caller has dropped all copies on the device, or is about to. May be called more than once."""
-        if self._on_device:
-            self._spare.note_copies_freed()
+        """Note that all copies on the device are dropped, or are about to be. May be called more than once."""
+        copies_nbytes, self._copies_nbytes = self._copies_nbytes, 0
+        if copies_nbytes:
+            with self._stream:  # it makes the stream's device the current device of this thread
+                self._note_peak(copies_nbytes=copies_nbytes)
 
     def close(self) -> None:
         """Free the host memory."""
@@ -338,22 +316,35 @@ class StagingMemory:
 
     # -- on the device ------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _spare(self) -> _SpareDeviceMemory:
-        return _SpareDeviceMemory(self._backend, self._backend.stream())
+    def _measure_spare(self) -> int:
+        """Return the bytes that were free at the process's peak. No copy may be on the device during this call."""
+        self._note_peak(copies_nbytes=0)
+        info = self._backend.memory_info()
+        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
+
+    def _note_peak(self, *, copies_nbytes: int) -> None:
+        """Read the process's peak. If it has risen, the process needed it without ``copies_nbytes`` for itself.
+
+        A peak during a save includes our own copies. We subtract all of them, although some may already have been
+        freed; so the result of :meth:`_measure_spare` may be too large.
+        """
+        peak_nbytes = self._backend.memory_info().peak_nbytes
+        if peak_nbytes > self._peak_nbytes:
+            self._peak_nbytes = peak_nbytes
+            self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - copies_nbytes)
 
     def _clone(self, tensors: LocalTensors) -> dict[LocalKey, torch.Tensor]:
         """Copy tensors within the device, as many as fit. Return the copies."""
         device_type = self._backend.info.device_type
         candidates = [(key, tensor) for key, tensor in tensors.items() if tensor.device.type == device_type]
         clones: dict[LocalKey, torch.Tensor] = {}
-        spare_nbytes = self._spare.measure()  # before the first allocation
+        spare_nbytes = self._measure_spare()  # before the first allocation
         for batch in batches(candidates, _padded_nbytes, nbytes=self._tuning.clone_batch_nbytes):
             slab = self._allocate(sum(map(_padded_nbytes, batch)), spare_nbytes)
             if slab is not None:
                 spare_nbytes -= slab.nbytes
                 clones |= _assign_places(slab, dict(batch))
-        self._spare.note_copies(sum(tensor.nbytes for tensor in clones.values()))
+        self._copies_nbytes = _nbytes(clones)
         if clones:
             torch._foreach_copy_(list(clones.values()), [tensors[key] for key in clones])  # one kernel copies many
         missing = sum(tensor.nbytes for key, tensor in candidates if key not in clones)
@@ -380,48 +371,6 @@ class StagingMemory:
         self._host_places = {}  # the pool can free the old slab only when no tensor uses it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
         self._host_places = _assign_places(slab, tensors)
-
-
-class _SpareDeviceMemory:
-    """Estimates how much device memory the process has never needed, except for copies of a state.
-
-    A peak during a save includes our own copies. We subtract all of them, although some may already have been freed; so
-    the result may be too large.
-
-    ``stream`` is a stream of the device. Entering it makes the device the current device of a thread.
-    """
-
-    def __init__(self, backend: Backend, stream: StreamLike) -> None:
-        self._backend, self._stream = backend, stream
-        self._peak_nbytes = self._needed_nbytes = self._copies_nbytes = 0
-
-    def measure(self) -> int:
-        """Return the bytes that were free at the process's peak. No copy may be on the device during this call."""
-        self._note_peak(copies_nbytes=0)
-        info = self._backend.memory_info()
-        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
-
-    def note_copies(self, nbytes: int) -> None:
-        """Note that copies with ``nbytes`` in all are now on the device."""
-        self._copies_nbytes = nbytes
-
-    def note_copies_freed(self) -> None:
-        """Note that all copies on the device are dropped. May be called from any thread, and more than once."""
-        copies_nbytes, self._copies_nbytes = self._copies_nbytes, 0
-        if copies_nbytes:
-            with self._stream:
-                self._note_peak(copies_nbytes=copies_nbytes)
-
-    def _note_peak(self, *, copies_nbytes: int) -> None:
-        """Read the process's peak.
-
-        If the peak has risen, the process needed the peak minus ``copies_nbytes`` for itself. Remember the largest such
-        value.
-        """
-        peak_nbytes = self._backend.memory_info().peak_nbytes
-        if peak_nbytes > self._peak_nbytes:
-            self._peak_nbytes = peak_nbytes
-            self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - copies_nbytes)
 
 
 def _assign_places(slab: torch.Tensor, tensors: LocalTensors) -> dict[LocalKey, torch.Tensor]:

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from hwrl.comm.signed import KeyedAddress, dial
 from hwrl.comm.sockets import brief_name_lookups, process_sockets
@@ -22,11 +22,8 @@ _RETRY_S = 0.1
 _Made = TypeVar("_Made")
 
 
-class Peer(NamedTuple):
-    """One end of a TCP connection."""
-
-    host: str
-    port: int
+Peer = tuple[str, int]
+"""Host and port: one end of a TCP connection."""
 
 
 class Dialer:
@@ -39,7 +36,7 @@ class Dialer:
 
     def __init__(self, address: KeyedAddress, listener: socket.socket) -> None:
         self.address, self.near = address, _peer_of(listener.getsockname())
-        self._listener, self._making, self._lock = listener, threading.Lock(), threading.Lock()
+        self._listener, self._making = listener, threading.Lock()
         self._dialed: collections.deque[socket.socket] = collections.deque()
         self._relays: list[_Relay] = []
         self._closed = threading.Event()
@@ -51,8 +48,7 @@ class Dialer:
         Raises CommTimeoutError if the store does not answer.
         """
         with self._making:
-            with self._lock:
-                before = list(self._relays)
+            before = list(self._relays)
             try:
                 if not starts_server:  # torch tries a lost connection again and again, and prints a C++ stack each time
                     self._dialed.append(dial(self.address, timeout_s=timeout_s))
@@ -60,8 +56,7 @@ class Dialer:
                     made = client()
             finally:
                 self._close_dialed()
-            with self._lock:
-                new = [relay for relay in self._relays if relay not in before]
+            new = [relay for relay in self._relays if relay not in before]
             if len(new) == 1:  # else torch has connected by itself at the same time, and the relays stay
                 new[0].step_aside()
         return made
@@ -102,38 +97,21 @@ class Dialer:
             store = self._dialed.popleft()
         except IndexError:  # torch connects by itself, or too late for make()
             store = dial(self.address, timeout_s=_CONNECT_S)
-        relay = _Relay(client, store, near=near, far=far, at_end=self._forget)
-        with self._lock:
-            self._relays.append(relay)
+        relay = _Relay(client, store, near=near, far=far)
+        self._relays = [*(one for one in self._relays if one.is_alive()), relay]
         relay.start()  # when it is in the list: torch's client may be ready a moment later
 
-    def _forget(self, relay: _Relay) -> None:
-        with self._lock:
-            self._relays.remove(relay)
 
+class _Relay(threading.Thread):
+    """Copies bytes between torch's ``client`` and the ``store`` until one of them ends.
 
-class _Relay:
-    """Copies bytes between torch's ``client`` and the ``store``, in a thread, until one of them ends.
-
-    Then it calls ``at_end`` with itself. ``near`` and ``far`` are the ends of torch's connection.
+    ``near`` and ``far`` are the ends of torch's connection.
     """
 
-    def __init__(
-        self,
-        client: socket.socket,
-        store: socket.socket,
-        *,
-        near: Peer,
-        far: Peer,
-        at_end: Callable[[_Relay], None],
-    ) -> None:
-        self._client, self._store, self._near, self._far, self._at_end = client, store, near, far, at_end
+    def __init__(self, client: socket.socket, store: socket.socket, *, near: Peer, far: Peer) -> None:
+        super().__init__(name="hwrl store relay", daemon=True)
+        self._client, self._store, self._near, self._far = client, store, near, far
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._thread = threading.Thread(target=self._run, name="hwrl store relay", daemon=True)
-
-    def start(self) -> None:
-        """Begin to copy."""
-        self._thread.start()
 
     def step_aside(self) -> None:
         """Give torch's client the connection to the store. The client must be idle."""
@@ -143,15 +121,10 @@ class _Relay:
         with contextlib.suppress(OSError, ValueError):  # the store has gone at this moment: the next request says so
             fcntl.fcntl(self._store, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
             os.dup2(self._store.fileno(), descriptor, inheritable=False)  # this closes the connection to the relay
-        self._thread.join()  # before the client's next request: the relay must not read its answer
+        self.join()  # before the client's next request: the relay must not read its answer
 
-    def _run(self) -> None:
-        try:
-            self._copy()
-        finally:
-            self._at_end(self)
-
-    def _copy(self) -> None:
+    def run(self) -> None:
+        """Copy until one of the two ends."""
         ways = {self._client.fileno(): (self._client, self._store), self._store.fileno(): (self._store, self._client)}
         waiting = select.poll()
         for descriptor in ways:
@@ -177,4 +150,4 @@ def _find_descriptor(near: Peer, far: Peer) -> int | None:
 
 def _peer_of(address: tuple[str, int, int, int] | tuple[str, int]) -> Peer:
     """Return a socket's address without IPv6's extra fields; an IPv4 address as such, also on torch's IPv6 sockets."""
-    return Peer(address[0].removeprefix("::ffff:"), address[1])
+    return address[0].removeprefix("::ffff:"), address[1]

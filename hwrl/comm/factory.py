@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hwrl.comm.failures import translated
-from hwrl.comm.group import CALLED_OFF, DECISION, TorchGroup, make_standalone_group
+from hwrl.comm.group import CALLED_OFF, DECISION, Group, make_standalone_group
 from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import PrefixStore, keep_store, store_failures
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
-from hwrl.interfaces import Backend, Group, fill_stream_functions
+from hwrl.interfaces import Backend, fill_stream_functions
 
 _TIMEOUT_S = 600.0
 _timeouts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -76,7 +76,7 @@ class Comm:
             options = getattr(world._get_backend(self.backend.device()), "options", None)
             timeout_s = options._timeout.total_seconds() if options is not None else _TIMEOUT_S
         store = c10d._get_default_store()
-        return TorchGroup(self.backend, world, name="default", store=store, timeout_s=timeout_s, borrowed=borrowed)
+        return Group(self.backend, world, name="default", store=store, timeout_s=timeout_s, borrowed=borrowed)
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = _TIMEOUT_S) -> Group | None:
         """Return a group of some ranks of the default group, and None on the others; every rank must call it.
@@ -94,7 +94,7 @@ class Comm:
         if default.rank not in ranks:
             return None
         store = PrefixStore(process_group.group_name, default.store)
-        return TorchGroup(self.backend, process_group, name=name, store=store, timeout_s=timeout_s)
+        return Group(self.backend, process_group, name=name, store=store, timeout_s=timeout_s)
 
     def standalone_group(self, store: Store, *, rank: int, size: int, name: str, timeout_s: float = 60.0) -> Group:
         """Return a group of ``size`` processes that share only ``store``; the default group is not involved.

@@ -1,4 +1,9 @@
-"""Process groups on torch.distributed: :class:`TorchGroup`. The contracts are in :mod:`hwrl.interfaces.comm`."""
+"""Process groups on torch.distributed: :class:`Group`, and :class:`Pending` for one operation in progress.
+
+Ranks always count inside the group. Streams behave as in torch: an operation runs after the earlier work on the
+caller's current stream, and :meth:`Pending.wait` makes that stream wait for the operation. On a device without streams
+``wait`` blocks. :meth:`Pending.complete` blocks on every device. Groups carry tensors only; nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ from torch._C._distributed_c10d import Store
 from hwrl.comm.failures import missing_ranks, translated
 from hwrl.comm.staged import PAIRWISE, collectives_of
 from hwrl.comm.store import PrefixStore, await_keys, pause, store_failures
-from hwrl.comm.tensors import check_lengths, flat, movable, reduction
+from hwrl.comm.tensors import ReduceOp, check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
-from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
+from hwrl.interfaces import Backend, Capability
 
 DECISION = "decision"
 """The key whose first value says for all ranks whether a group is made: its name in torch, or why it is not made."""
@@ -29,15 +34,23 @@ _LOOK_S = 0.2  # how often rank 0 looks at that key while it waits for the other
 _WAIT_S = 0.5  # how often a wait for the host's library looks for an abort
 
 
-class TorchPending(Pending):
-    """An operation with torch's ``work`` object; None for an empty tensor."""
+class Pending:
+    """An operation of a group, done or in progress. Do not change its tensors before :meth:`wait` returns.
+
+    ``work`` is torch's object for it; None for an empty tensor.
+    """
 
     __slots__ = ("_group", "_operation", "_work")
 
-    def __init__(self, group: TorchGroup, operation: str, work: Any) -> None:
+    def __init__(self, group: Group, operation: str, work: Any) -> None:
         self._group, self._operation, self._work = group, operation, work
 
     def wait(self) -> None:
+        """Make the caller's current stream wait for the operation; without streams, block until it is done.
+
+        With streams the host continues at once, so only :meth:`complete` reports a dead peer. Raises the errors of a
+        blocking operation.
+        """
         if self._work is None:
             return
         try:
@@ -46,6 +59,13 @@ class TorchPending(Pending):
             raise self._group._failure(exc, self._operation) from exc
 
     def complete(self) -> None:
+        """Block the host until the operation is done on the device; the current stream waits for it, too.
+
+        Raises CommTimeoutError if it is not done after the group's ``timeout_s``, counted from this call;
+        PeerLostError as soon as the library reports a lost peer; CommAbortedError if the group ends meanwhile. After
+        the first two errors the group is aborted if the backend supports it, because a device that waits for a dead
+        peer runs nothing else.
+        """
         if self._work is None:
             return
         if not self._group._has_streams:
@@ -55,14 +75,24 @@ class TorchPending(Pending):
             self._group._watch(self._work, self._operation)
         except RuntimeError as exc:
             error = self._group._failure(exc, self._operation)
-            self._group._abort_after(error)
+            with contextlib.suppress(UnsupportedError, CommError):  # it frees the device from the failed operation
+                self._group.abort(f"an operation failed: {error.what}")
             raise error from exc
 
 
-class TorchGroup(Group):
-    """A group over one of torch's process groups; if that is ``borrowed``, closing this one leaves it as it is.
+class Group:
+    """A set of processes, and the collectives among them.
 
-    ``watchers`` counts the threads that block in :meth:`Pending.complete`.
+    Operations raise CommTimeoutError if a peer does not come within ``timeout_s``, PeerLostError if a peer closes its
+    connection, and CommAbortedError after :meth:`abort` or :meth:`close`. After a timeout or a lost peer the group is
+    unusable: call :meth:`rebuild` with the survivors. Without ``async_op`` an operation also waits, as
+    :meth:`Pending.wait` does. So on a device with streams it is only queued when the call returns;
+    :meth:`Pending.complete` and :meth:`barrier` raise the errors. Until then the group keeps the tensors of the newest
+    operation alive. :class:`~hwrl.comm.Comm` makes groups. A group is a context manager and closes itself on exit.
+
+    It is over one of torch's process groups; if that is ``borrowed``, closing this one leaves it as it is. The ranks
+    met in ``store``, where all keys of the group have a prefix of their own. ``watchers`` counts the threads that block
+    in :meth:`Pending.complete`.
     """
 
     def __init__(
@@ -89,6 +119,12 @@ class TorchGroup(Group):
         self._rebuilds = 0
         self._warm_ups = 0
 
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Group:
+        return self
+
     def __exit__(self, *exc: object) -> None:
         self._failed = self._failed or exc[0] is not None
         self.close()
@@ -96,10 +132,12 @@ class TorchGroup(Group):
     # -- collectives --------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending:
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Any dtype; contiguous."""
         raw = movable(tensor, "broadcast")
         return self._run("broadcast", lambda group: group.broadcast(raw, src), raw, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Fill ``output`` with every rank's ``input``, in rank order. Any dtype; contiguous; size × input's length."""
         check_lengths("all_gather", whole=output, part=input, size=self.size)
         out, mine = flat(movable(output, "all_gather")), flat(movable(input, "all_gather"))
         return self._run("all_gather", lambda group: group._allgather_base(out, mine), mine, async_op=async_op)
@@ -107,6 +145,7 @@ class TorchGroup(Group):
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False
     ) -> Pending:
+        """Reduce every rank's ``input`` and write this rank's part to ``output``. Contiguous; an arithmetic dtype."""
         check_lengths("reduce_scatter", whole=input, part=output, size=self.size)
         options = dist.ReduceScatterOptions()
         options.reduceOp = reduction(output, "reduce_scatter", op)
@@ -114,22 +153,30 @@ class TorchGroup(Group):
         return self._run("reduce_scatter", call, output, async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False) -> Pending:
+        """Overwrite ``tensor`` on every rank with the reduction over all ranks. Contiguous; an arithmetic dtype."""
         torch_op = reduction(tensor, "all_reduce", op)
         return self._run("all_reduce", lambda group: group.allreduce(tensor, torch_op), tensor, async_op=async_op)
 
     def send(self, tensor: torch.Tensor, *, dst: int, async_op: bool = False) -> Pending:
+        """Send ``tensor`` to rank ``dst``; that rank must call :meth:`recv`. Any dtype; contiguous."""
         raw = movable(tensor, "send")
         return self._run(f"send to rank {dst}", lambda group: group.send([raw], dst, 0), raw, async_op=async_op)
 
     def recv(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending:
+        """Overwrite ``tensor`` with the tensor that rank ``src`` sends. Any dtype; contiguous."""
         raw = movable(tensor, "recv")
         return self._run(f"recv from rank {src}", lambda group: group.recv([raw], src, 0), raw, async_op=async_op)
 
     def barrier(self) -> None:
+        """Block this thread until every rank calls it."""
         token = torch.ones(1, dtype=torch.int32, device=self.backend.device())
         self._run("barrier", lambda group: group.allreduce(token, dist.ReduceOp.SUM), token, async_op=True).complete()
 
     def warm_up(self, *, timeout_s: float = 60.0) -> None:
+        """Open the connections now. The ranks meet over the store first, so CommTimeoutError names the missing ranks.
+
+        Without it, a library may connect in the first operation of each kind. There a missing peer blocks the host.
+        """
         self._warm_ups += 1
         self._meet(f"warm/{self._warm_ups}", range(self.size), f"cannot warm up {self.name!r}", timeout_s)
         self.barrier()
@@ -138,6 +185,11 @@ class TorchGroup(Group):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
+        """End every operation of this group that is blocked in another thread; each raises CommAbortedError.
+
+        Peers see a lost connection or their own timeout. Raises UnsupportedError, and changes nothing, if the backend
+        cannot abort.
+        """
         process_group = self._process_group  # another thread may close the group
         if self._end_reason is not None or process_group is None:
             return
@@ -152,6 +204,12 @@ class TorchGroup(Group):
         self._is_aborted = True
 
     def close(self) -> None:
+        """Release the group; later operations raise CommAbortedError. Aborts blocked operations where possible.
+
+        On a device with streams it first blocks, up to ``timeout_s``, until queued operations have reached the peers;
+        if a peer is known to be dead, call :meth:`abort` first. Closing the group of ``Comm.init_default``, or one
+        made from it, destroys that group in torch, too; closing the result of ``Comm.default_group`` does not.
+        """
         if self._process_group is None:
             return
         if not self._drain() and not self._borrowed:
@@ -164,6 +222,11 @@ class TorchGroup(Group):
         self._process_group = None
 
     def rebuild(self, *, survivors: Sequence[int], timeout_s: float = 60.0) -> Group:
+        """Return a new group of the ranks ``survivors``, ranked in that order; close this group.
+
+        Every survivor must call it with the same ``survivors``. Raises CommTimeoutError with the ranks that did not
+        come (ranks of this group); call it again without them. Needs the store, and so the process that serves it.
+        """
         if self.rank not in survivors:
             raise CommError(
                 f"rank {self.rank} cannot rebuild {self.name!r}",
@@ -197,7 +260,7 @@ class TorchGroup(Group):
                 self._newest_work = work
         except RuntimeError as exc:
             raise self._failure(exc, operation) from exc
-        return TorchPending(self, operation, work)
+        return Pending(self, operation, work)
 
     def _wait(self, work: Any, operation: str) -> None:
         """Make this thread's current stream wait for ``work``; without streams, block until it is done or aborted."""
@@ -240,11 +303,6 @@ class TorchGroup(Group):
         if self._newest_work is work:
             self._newest_work = None
 
-    def _abort_after(self, error: CommError) -> None:
-        """Abort the group, to free the device from the failed operation. If that fails too, ``error`` says more."""
-        with contextlib.suppress(UnsupportedError, CommError):
-            self.abort(f"an operation failed: {error.what}")
-
     def _drain(self) -> bool:
         """Wait up to ``timeout_s`` for queued operations; return whether all are done; False without streams."""
         if not self._has_streams or self._end_reason is not None or self._failed or self.watchers:
@@ -276,8 +334,8 @@ class TorchGroup(Group):
 
 def make_standalone_group(
     backend: Backend, store: Store, *, rank: int, size: int, name: str, timeout_s: float
-) -> TorchGroup:
-    """Implement :meth:`hwrl.comm.Comm.standalone_group`; :meth:`TorchGroup.rebuild` uses it, too."""
+) -> Group:
+    """Implement :meth:`hwrl.comm.Comm.standalone_group`; :meth:`Group.rebuild` uses it, too."""
     collectives = collectives_of(backend)
     group_store = PrefixStore(f"group/{name}", store)
     torch_name = _check_in(group_store, rank=rank, size=size, name=name, timeout_s=timeout_s)
@@ -287,7 +345,7 @@ def make_standalone_group(
         )
     except (RuntimeError, OSError) as exc:
         raise translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc
-    return TorchGroup(backend, process_group, name=name, store=group_store, timeout_s=timeout_s)
+    return Group(backend, process_group, name=name, store=group_store, timeout_s=timeout_s)
 
 
 def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:

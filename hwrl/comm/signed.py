@@ -62,19 +62,14 @@ class KeyedAddress(NamedTuple):
         place, _, key = text.partition("#")
         host, _, port = place.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        is_place = _is_host(host) and port.isdecimal() and int(port) <= 65535
+        try:  # no look-up takes a name with an empty or too long part
+            is_place = bool(host.encode("idna")) and port.isdecimal() and int(port) <= 65535
+        except UnicodeError:
+            is_place = False
         if not is_place or not 0 < len(key.encode()) <= _LONGEST_KEY_NBYTES:
             why = "it must be host:port#key"
             raise CommError(f"{place!r} is no store address", why=why, fix="use store_address(store)")
         return cls(host, int(port), key)
-
-
-def _is_host(text: str) -> bool:
-    """Return whether ``text`` can be a host: no look-up takes a name with an empty or too long part."""
-    try:
-        return bool(text.encode("idna"))
-    except UnicodeError:
-        return False
 
 
 def require_key(listener: socket.socket, key: str) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,29 +49,8 @@ _READING = ("send", "barrier")
 PAIRWISE = ("recv", "send")
 
 
-class Collectives(Protocol):
-    """The methods of :class:`hwrl.Backend` for process groups."""
-
-    def group_library(self) -> str:
-        """Return torch.distributed's name for the library of the default group and its subgroups."""
-
-    def library_timeout(self, timeout_s: float) -> timedelta:
-        """Return ``timeout_s`` in the library's form."""
-
-    def create_process_group(
-        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
-    ) -> dist.ProcessGroup:
-        """Return a group over ``store``, independent of torch's default group. Blocks until all ranks came."""
-
-    def await_work(self, work: Any) -> None:
-        """Make this thread's current stream wait for ``work``."""
-
-    def abort_process_group(self, group: dist.ProcessGroup) -> None:
-        """End every collective of ``group`` that blocks in another thread."""
-
-
-def collectives_of(backend: Backend) -> Collectives:
-    """Return ``backend``, or staged groups for its device if it lacks collectives."""
+def collectives_of(backend: Backend) -> Backend | StagedCollectives:
+    """Return ``backend``, or staged groups for its device if it lacks collectives: both make process groups."""
     return backend if backend.supports(Capability.COLLECTIVES).usable else StagedCollectives(backend)
 
 

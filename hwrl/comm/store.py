@@ -81,7 +81,7 @@ def serve_store(
     address = KeyedAddress(reachable_host(host), listener.getsockname()[1], key)
     dialer = Dialer(address, _listen_near(address.port))
     try:
-        store = dialer.make(lambda: _make_server(listener, dialer.near.host, timeout_s), starts_server=True)
+        store = dialer.make(lambda: _make_server(listener, dialer.near[0], timeout_s), starts_server=True)
     except dist.DistError as exc:
         dialer.close()
         raise _cannot_serve(host, port, first_line(exc)) from exc

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces import ReduceOp
+
+ReduceOp = Literal["sum", "max", "min"]
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Every collective library moves these as they are, in every operation (one library accepts no uint8 and no 64-bit

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         Command,
         EngineSettings,
         Finding,
-        Group,
         Kernels,
         MemoryCause,
         ProbeContext,
@@ -116,12 +115,12 @@ def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
 
 @hookspec(firstresult=True)
 def hwrl_train_engine(
-    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
+    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Any
 ) -> TrainEngine:
     """Return this rank's train engine; validate ``options``, the user's ``train.engine_options``. Optional.
 
-    ``group`` holds the training ranks; None for a single rank. hwrl calls it once per process. Raise ConfigError for
-    an unknown option or model, EngineError if the framework is not installed.
+    ``group``, a ``hwrl.comm.Group``, holds the training ranks; None for a single rank. hwrl calls it once per
+    process. Raise ConfigError for an unknown option or model, EngineError if the framework is not installed.
     """
     raise NotImplementedError
 

@@ -134,14 +134,17 @@ class Installed(Generic[_LoadedT]):
             return self._duplicates[name]
         entry = self._entries[name]
         if entry.value not in self._loaded:
-            aliases = tuple(other.name for other in self._entries.values() if other.value == entry.value)
-            unsafe = why_unsafe(entry, self._first_hook)
-            self._loaded[entry.value] = (
-                LoadFailure(aliases, entry.value, _distribution(entry), one_line(unsafe))
-                if unsafe
-                else _attempt(self._load, entry, aliases)
-            )
+            self._loaded[entry.value] = self._attempt(entry)
         return self._loaded[entry.value]
+
+    def _attempt(self, entry: EntryPoint) -> _LoadedT | LoadFailure:
+        names = tuple(other.name for other in self._entries.values() if other.value == entry.value)
+        try:
+            if unsafe := why_unsafe(entry, self._first_hook):
+                raise PluginFault(one_line(unsafe))
+            return run_plugin_code(lambda: self._load(entry, names))
+        except (PluginFault, HwrlError) as fault:
+            return LoadFailure(names, entry.value, _distribution(entry), in_one_line(fault))
 
     def load_all(self) -> list[_LoadedT | LoadFailure]:
         """Load every entry point; return each result and each failure once, however many names it has."""
@@ -158,38 +161,26 @@ def _distribution(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown distribution"
 
 
-def _attempt(
-    load: Callable[[EntryPoint, tuple[str, ...]], _LoadedT], entry: EntryPoint, names: tuple[str, ...]
-) -> _LoadedT | LoadFailure:
-    try:
-        return run_plugin_code(lambda: load(entry, names))
-    except (PluginFault, HwrlError) as fault:
-        return LoadFailure(names, entry.value, _distribution(entry), in_one_line(fault))
-
-
 def load_backend(entry: EntryPoint, names: tuple[str, ...]) -> Plugin:
     """Import a backend plugin and check it; raise an exception if it is broken."""
-    info, manager = _checked(entry.load(), names)
+    plugin = entry.load()
+    identify = getattr(plugin, "hwrl_backend_info", None)
+    info = identify() if callable(identify) else None
+    if isinstance(info, BackendInfo):
+        _check_api(info)  # before the hooks: another version may have different ones
+    manager = _managed(plugin)
+    missing = [name for name in MANDATORY_HOOKS if not getattr(manager.hook, name).get_hookimpls()]
+    if missing:
+        raise PluginFault(f"it gives no {', '.join(missing)}; each needs @hwrl.hookimpl")
+    if not isinstance(info, BackendInfo):
+        raise PluginFault("its hwrl_backend_info does not return a hwrl.BackendInfo")
+    _check_info(info, names)
     return Plugin(info, names, entry.value, _distribution(entry), manager)
 
 
 def load_hooks(entry: EntryPoint, names: tuple[str, ...]) -> pluggy.PluginManager:
     """Import a plugin other than a backend and check its hooks; raise an exception if it is broken."""
     return _managed(entry.load())
-
-
-def _checked(plugin: object, names: tuple[str, ...]) -> tuple[BackendInfo, pluggy.PluginManager]:
-    info = _identity(plugin)
-    if info is not None:
-        _check_api(info)  # before the hooks: another version may have different ones
-    manager = _managed(plugin)
-    missing = [name for name in MANDATORY_HOOKS if not getattr(manager.hook, name).get_hookimpls()]
-    if missing:
-        raise PluginFault(f"it gives no {', '.join(missing)}; each needs @hwrl.hookimpl")
-    if info is None:
-        raise PluginFault("its hwrl_backend_info does not return a hwrl.BackendInfo")
-    _check_info(info, names)
-    return info, manager
 
 
 def _check_api(info: BackendInfo) -> None:
@@ -237,9 +228,3 @@ def _managed(plugin: object) -> pluggy.PluginManager:
     manager.register(plugin)
     manager.check_pending()
     return manager
-
-
-def _identity(plugin: object) -> BackendInfo | None:
-    function = getattr(plugin, "hwrl_backend_info", None)
-    info = function() if callable(function) else None
-    return info if isinstance(info, BackendInfo) else None

@@ -236,9 +236,11 @@ class Registry:
 
     def _chosen_plugin(self) -> Plugin | None:
         """Return the chosen backend's plugin; None if set_backend got an object without one."""
-        name = self.get_backend().info.name
-        plugin = self._plugins().load(name) if name in self._plugins().names() else None
-        return plugin if isinstance(plugin, Plugin) else None
+        return self._plugin(self.get_backend().info.name)
+
+    def _plugin(self, name: str) -> Plugin | None:
+        loaded = self._plugins().load(name) if name in self._plugins().names() else None
+        return loaded if isinstance(loaded, Plugin) else None
 
     def _plugins(self) -> Installed[Plugin]:
         if self._installed is None:
@@ -261,17 +263,16 @@ class Registry:
         return backend
 
     def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
-        if choice is chosen or (isinstance(choice, str) and self._canonical(choice) == chosen.info.name):
+        if choice is chosen or choice == chosen.info.name:
+            return
+        plugin = self._plugin(choice) if isinstance(choice, str) else None
+        if plugin is not None and plugin.info.name == chosen.info.name:
             return
         raise BackendAlreadyChosenError(
             f"cannot choose backend {choice!r} now",
             why=f"this process already uses {chosen!r}",
             fix="call set_backend once, before anything uses the backend",
         )
-
-    def _canonical(self, name: str) -> str:
-        loaded = self._plugins().load(name) if name in self._plugins().names() else None
-        return loaded.info.name if isinstance(loaded, Plugin) else name
 
     def _choose_named(self, name: str, *, asked_by: str) -> Choice:
         if name not in self._plugins().names():
@@ -435,43 +436,15 @@ def _refuse_unsafe_fallback(choice: Choice, survey: Survey, context: ProbeContex
 _PROCESS = Registry()
 
 
-def get_backend() -> Backend:
-    """Return this process's backend; see :meth:`Registry.get_backend`."""
-    return _PROCESS.get_backend()
+get_backend = _PROCESS.get_backend
+set_backend = _PROCESS.set_backend
+host_backend = _PROCESS.host_backend
+process_env = _PROCESS.process_env
+bootstrap = _PROCESS.bootstrap
+engine_args = _PROCESS.engine_args
+kernels = _PROCESS.kernels
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
     """Return ``backend``, or this process's backend if it is None."""
     return get_backend() if backend is None else backend
-
-
-def set_backend(choice: str | Backend) -> None:
-    """Choose this process's backend before its first use; see :meth:`Registry.set_backend`."""
-    _PROCESS.set_backend(choice)
-
-
-def process_env(
-    role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
-) -> dict[str, str]:
-    """Return environment variables for a worker of ``role``; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
-
-
-def host_backend() -> Backend:
-    """Return the backend of this process's host; see :meth:`Registry.host_backend`."""
-    return _PROCESS.host_backend()
-
-
-def bootstrap(framework: str) -> None:
-    """Let the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
-    _PROCESS.bootstrap(framework)
-
-
-def engine_args(framework: str, options: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
-    """Return arguments for engines of ``framework``, with the user's ``options``; see :meth:`Registry.engine_args`."""
-    return _PROCESS.engine_args(framework, options, key=key)
-
-
-def kernels() -> Kernels:
-    """Return the backend's fused operations; see :meth:`Registry.kernels`."""
-    return _PROCESS.kernels()

@@ -3,107 +3,60 @@
 Importing it is cheap and loads neither torch nor numpy: a probe may run where torch cannot be imported.
 """
 
-from hwrl.interfaces.backend import (
-    API_VERSION,
-    Backend,
-    BackendInfo,
-    Capability,
-    MemoryInfo,
-    StreamLike,
-    Support,
-)
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.chat import ParsedAnswer, ToolCall, ToolParser, Tools
-from hwrl.interfaces.comm import Group, Pending, ReduceOp
-from hwrl.interfaces.command import Command
-from hwrl.interfaces.devicemap import DeviceMap
-from hwrl.interfaces.groups import Ints, PromptGroup, Response, Segment, Trajectory
-from hwrl.interfaces.handles import Handle
-from hwrl.interfaces.kernels import Kernels
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.losses import Advantage, LossInputs, TokenLoss
-from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
-from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
-from hwrl.interfaces.probing import (
-    Finding,
-    PciDevice,
-    ProbeContext,
-    ProbeResult,
-    without_device_files,
-)
-from hwrl.interfaces.rollout import (
-    MEMORY_TAGS,
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    RolloutSettings,
-    Sampling,
-    WeightOffer,
-)
-from hwrl.interfaces.torchapi import fill_stream_functions
-from hwrl.interfaces.tracing import PromptTrace, Span
-from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
-from hwrl.interfaces.train import EngineSettings, TrainEngine
-
-__all__ = [
-    "ACTIVE",
-    "ALWAYS",
-    "API_VERSION",
-    "MEMORY_TAGS",
-    "Advantage",
-    "Backend",
-    "BackendInfo",
-    "Batch",
-    "Capability",
-    "Command",
-    "Completion",
-    "DeviceMap",
-    "EngineSettings",
-    "Finding",
-    "GenerationRequest",
-    "Group",
-    "Handle",
-    "Ints",
-    "Kernels",
-    "LentState",
-    "LentTensor",
-    "LoraSettings",
-    "LossInputs",
-    "MemoryCause",
-    "MemoryInfo",
-    "Moved",
-    "OffloadedState",
-    "ParsedAnswer",
-    "PciDevice",
-    "Pending",
-    "Phase",
-    "Place",
-    "ProbeContext",
-    "ProbeResult",
-    "PromptGroup",
-    "PromptTrace",
-    "ReduceOp",
-    "Response",
-    "RolloutEngine",
-    "RolloutSettings",
-    "RunStatus",
-    "Sampling",
-    "Segment",
-    "Span",
-    "StreamLike",
-    "Support",
-    "TokenLoss",
-    "ToolCall",
-    "ToolParser",
-    "Tools",
-    "TrackedRun",
-    "Tracker",
-    "TrainEngine",
-    "Trajectory",
-    "Transfer",
-    "WeightOffer",
-    "fill_stream_functions",
-    "peak_phase",
-    "phase_nbytes",
-    "without_device_files",
-]
+from hwrl.interfaces.backend import API_VERSION as API_VERSION
+from hwrl.interfaces.backend import Backend as Backend
+from hwrl.interfaces.backend import BackendInfo as BackendInfo
+from hwrl.interfaces.backend import Capability as Capability
+from hwrl.interfaces.backend import MemoryInfo as MemoryInfo
+from hwrl.interfaces.backend import StreamLike as StreamLike
+from hwrl.interfaces.backend import Support as Support
+from hwrl.interfaces.batch import Batch as Batch
+from hwrl.interfaces.chat import ParsedAnswer as ParsedAnswer
+from hwrl.interfaces.chat import ToolCall as ToolCall
+from hwrl.interfaces.chat import ToolParser as ToolParser
+from hwrl.interfaces.chat import Tools as Tools
+from hwrl.interfaces.command import Command as Command
+from hwrl.interfaces.devicemap import DeviceMap as DeviceMap
+from hwrl.interfaces.groups import Ints as Ints
+from hwrl.interfaces.groups import PromptGroup as PromptGroup
+from hwrl.interfaces.groups import Response as Response
+from hwrl.interfaces.groups import Segment as Segment
+from hwrl.interfaces.groups import Trajectory as Trajectory
+from hwrl.interfaces.handles import Handle as Handle
+from hwrl.interfaces.kernels import Kernels as Kernels
+from hwrl.interfaces.lora import LoraSettings as LoraSettings
+from hwrl.interfaces.losses import Advantage as Advantage
+from hwrl.interfaces.losses import LossInputs as LossInputs
+from hwrl.interfaces.losses import TokenLoss as TokenLoss
+from hwrl.interfaces.memory import LentState as LentState
+from hwrl.interfaces.memory import LentTensor as LentTensor
+from hwrl.interfaces.memory import Moved as Moved
+from hwrl.interfaces.memory import OffloadedState as OffloadedState
+from hwrl.interfaces.memory import Transfer as Transfer
+from hwrl.interfaces.planning import ACTIVE as ACTIVE
+from hwrl.interfaces.planning import ALWAYS as ALWAYS
+from hwrl.interfaces.planning import MemoryCause as MemoryCause
+from hwrl.interfaces.planning import Phase as Phase
+from hwrl.interfaces.planning import Place as Place
+from hwrl.interfaces.planning import peak_phase as peak_phase
+from hwrl.interfaces.planning import phase_nbytes as phase_nbytes
+from hwrl.interfaces.probing import Finding as Finding
+from hwrl.interfaces.probing import PciDevice as PciDevice
+from hwrl.interfaces.probing import ProbeContext as ProbeContext
+from hwrl.interfaces.probing import ProbeResult as ProbeResult
+from hwrl.interfaces.probing import without_device_files as without_device_files
+from hwrl.interfaces.rollout import MEMORY_TAGS as MEMORY_TAGS
+from hwrl.interfaces.rollout import Completion as Completion
+from hwrl.interfaces.rollout import GenerationRequest as GenerationRequest
+from hwrl.interfaces.rollout import RolloutEngine as RolloutEngine
+from hwrl.interfaces.rollout import RolloutSettings as RolloutSettings
+from hwrl.interfaces.rollout import Sampling as Sampling
+from hwrl.interfaces.rollout import WeightOffer as WeightOffer
+from hwrl.interfaces.torchapi import fill_stream_functions as fill_stream_functions
+from hwrl.interfaces.tracing import PromptTrace as PromptTrace
+from hwrl.interfaces.tracing import Span as Span
+from hwrl.interfaces.tracking import RunStatus as RunStatus
+from hwrl.interfaces.tracking import TrackedRun as TrackedRun
+from hwrl.interfaces.tracking import Tracker as Tracker
+from hwrl.interfaces.train import EngineSettings as EngineSettings
+from hwrl.interfaces.train import TrainEngine as TrainEngine

@@ -25,9 +25,8 @@ from hwrl.interfaces.varlen import PaddedAttention
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store  # torch.distributed has it, too, but not for type checkers
     from torch.distributed import ProcessGroup
-
-    from hwrl.interfaces.comm import Store
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. hwrl refuses plugins of another major or a newer minor version."""
@@ -322,7 +321,12 @@ class Backend:
         try:
             yield
         except torch.OutOfMemoryError as exc:
-            raise _out_of_memory(what, str(self.device()), self._numbers(), exc) from exc
+            said = str(exc).strip().partition("\n")[0] or "nothing"
+            raise DeviceMemoryError(
+                f"{what} does not fit in the memory of {self.device()}",
+                why=f"{self._numbers()}; torch said: {said}",
+                fix="use smaller micro-batches, offload more, or use more devices",
+            ) from exc
 
     def _numbers(self) -> str:
         """Return :meth:`memory_info` in words, or the reason why it is not available."""
@@ -485,12 +489,3 @@ class Backend:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB"
-
-
-def _out_of_memory(what: str, device: str, numbers: str, exc: Exception) -> DeviceMemoryError:
-    said = str(exc).strip().partition("\n")[0] or "nothing"
-    return DeviceMemoryError(
-        f"{what} does not fit in the memory of {device}",
-        why=f"{numbers}; torch said: {said}",
-        fix="use smaller micro-batches, offload more, or use more devices",
-    )

@@ -1,21 +1,11 @@
 """Offloading of models to host memory, and page-locked host memory: see ``docs/memory.md``."""
 
-from hwrl.interfaces import Moved, Transfer
-from hwrl.memory.fingerprint import bytes_of
-from hwrl.memory.lending import HostCopies, HostCopy
-from hwrl.memory.offload import Offloader
-from hwrl.memory.pagelock import PageLocked
-from hwrl.memory.pool import PinnedPool
-from hwrl.memory.storages import own_memory
-
-__all__ = [
-    "HostCopies",
-    "HostCopy",
-    "Moved",
-    "Offloader",
-    "PageLocked",
-    "PinnedPool",
-    "Transfer",
-    "bytes_of",
-    "own_memory",
-]
+from hwrl.interfaces import Moved as Moved
+from hwrl.interfaces import Transfer as Transfer
+from hwrl.memory.fingerprint import bytes_of as bytes_of
+from hwrl.memory.lending import HostCopies as HostCopies
+from hwrl.memory.lending import HostCopy as HostCopy
+from hwrl.memory.offload import Offloader as Offloader
+from hwrl.memory.pagelock import PageLocked as PageLocked
+from hwrl.memory.pool import PinnedPool as PinnedPool
+from hwrl.memory.storages import own_memory as own_memory

@@ -125,12 +125,17 @@ class Guards:
         self._on, self.wrapper_class = True, wrapper_class
         refuse, refuse_state = self._hooks()
         for optimizer in optimizers_in(self._optimizer):
-            self._guard_optimizer(optimizer, refuse, refuse_state)
+            self._handles.append(optimizer.register_step_pre_hook(refuse))
+            if self._name == "optimizer":
+                self._handles.append(optimizer.register_state_dict_pre_hook(refuse_state))
+                self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
         for tensor in tensors:
             self._mark(tensor)
         if self._name == "parameters":
             for module in self._model.modules():
-                self._guard_module(module, refuse, refuse_state)
+                self._handles.append(module.register_state_dict_pre_hook(refuse_state))
+                self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+                self._handles.append(module.register_forward_pre_hook(refuse, prepend=True))
             for parameter in self._model.parameters():
                 self._mark(parameter)
             self._tables = [module._parameters for module in self._model.modules() if module._parameters]
@@ -154,17 +159,6 @@ class Guards:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._raise("they are offloaded, so their module or optimizer cannot be copied or pickled")
-
-    def _guard_optimizer(self, optimizer: Optimizer, refuse: _Hook, refuse_state: _Hook) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(refuse))
-        if self._name == "optimizer":
-            self._handles.append(optimizer.register_state_dict_pre_hook(refuse_state))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
-
-    def _guard_module(self, module: nn.Module, refuse: _Hook, refuse_state: _Hook) -> None:
-        self._handles.append(module.register_state_dict_pre_hook(refuse_state))
-        self._handles.append(module.register_load_state_dict_pre_hook(refuse))
-        self._handles.append(module.register_forward_pre_hook(refuse, prepend=True))
 
     def _hooks(self) -> tuple[_Hook, _Hook]:
         if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_modules
+from hwrl.lazy import lazy_names, names_of_face
 
 if TYPE_CHECKING:
     from hwrl.run.cluster.nodes import ClusterNode as ClusterNode
@@ -59,25 +59,7 @@ if TYPE_CHECKING:
     from hwrl.run.settings import make_ledger as make_ledger
     from hwrl.run.settings import rollout_settings as rollout_settings
 
-_MODULE_OF = names_of_modules(
-    {
-        "cluster.nodes": "ClusterNode place_on_nodes",
-        "cluster.placement": "Machines PlacementPlan choose_senders machine_devices plan_placement",
-        "cluster.ray_session": "ray_cluster",
-        "config": "EMBEDDED FSDP Config dump_config load_config",
-        "demo": "write_demo",
-        "fit": "gib needs plugin_memory",
-        "inputs": "check_inputs",
-        "interrupts": "Interrupts",
-        "ledger": "LedgerActor start_ledger",
-        "loop": "run_training",
-        "remote": "Remote",
-        "report": "Metrics PlainView make_view read_lines read_metrics",
-        "report.bottleneck": "busy_shares",
-        "report.summary": "Summary",
-        "settings": "critic_settings engine_settings make_ledger rollout_settings",
-    }
-)
+_MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -7,6 +7,7 @@ affect both sides of a comparison.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,8 @@ _EPSILON = 1e-3
 _CHAINED, _TURNS = 1 << 21, 6
 _PAYS = 0.9  # a chain that a compiler has fused takes less than half the time
 
-_Attend = Callable[..., torch.Tensor]
+Operation = Callable[..., torch.Tensor]
+_Attend = Operation
 """``(query, key, value, *, visible, causal)``; ``visible`` is the mask of the keys, None for all keys."""
 
 
@@ -77,18 +79,34 @@ def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> l
         name: torch.randn(2, heads, length, shape.head_size, generator=generator).to(dtype)
         for name, (heads, length) in sizes.items()
     }
-    weight = torch.randn(2, shape.heads, shape.queries, shape.head_size, generator=generator).to(dtype)
     visible = _visible_keys(shape.queries, keys) if shape.padded else None
-    got = _with_gradients(
-        _fused,
-        {name: tensor.to(backend.device()) for name, tensor in inputs.items()},
-        weight.to(backend.device()),
-        visible=None if visible is None else visible.to(backend.device()),
-        causal=shape.causal,
+    on_device = None if visible is None else visible.to(backend.device())
+    return wrong_operation(
+        backend,
+        functools.partial(_fused, visible=on_device, causal=shape.causal),
+        functools.partial(_step_by_step, visible=visible, causal=shape.causal),
+        inputs,
     )
-    exact = {name: tensor.double() for name, tensor in inputs.items()}
-    wanted = _with_gradients(_step_by_step, exact, weight.double(), visible=visible, causal=shape.causal)
-    return list(differences(got, wanted, dtype))
+
+
+def wrong_operation(
+    backend: Backend, fused: Operation, defined: Operation, inputs: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return the errors of ``fused`` on the device and of its gradients, one line each.
+
+    ``defined`` gives the right result, from the same ``inputs`` in double precision on the host.
+    """
+    exact = {name: tensor.double().requires_grad_() for name, tensor in inputs.items()}
+    right, dtype = defined(**exact), next(iter(inputs.values())).dtype
+    found = {name: tensor.to(backend.device(), copy=True).requires_grad_() for name, tensor in inputs.items()}
+    out = fused(**found)
+    if (out.shape, out.dtype) != (right.shape, dtype):
+        return [f"it returned {tuple(out.shape)} in {out.dtype}, and not {tuple(right.shape)} in {dtype}"]
+    out = out.clone()  # the operation may free or overwrite its own result in the backward pass
+    weight = torch.randn(right.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out.backward(weight.to(backend.device()))
+    right.backward(weight.double())
+    return list(differences(_with_gradients(out, found), _with_gradients(right, exact), dtype))
 
 
 def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[str]:
@@ -125,9 +143,9 @@ def wrong_compiled(backend: Backend) -> list[str]:
             backend.synchronize()
             best_s[name] = min(best_s[name], time.perf_counter() - begun_s)
             if turn == 0:
-                found = with_gradients(out, {"x": x})
+                found = _with_gradients(out, {"x": x})
                 wrong += [
-                    f"{name}: {line}" for line in differences(found, with_gradients(right, {"x": exact}), x.dtype)
+                    f"{name}: {line}" for line in differences(found, _with_gradients(right, {"x": exact}), x.dtype)
                 ]
     if best_s["compiled"] > _PAYS * best_s["as it is"]:
         taken = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in best_s.items())
@@ -157,29 +175,12 @@ def _visible_keys(queries: int, keys: int) -> torch.Tensor:
     return (torch.arange(keys) < lengths[:, None])[:, None, None, :].expand(2, 1, queries, keys)
 
 
-def _with_gradients(
-    attend: _Attend,
-    inputs: Mapping[str, torch.Tensor],
-    weight: torch.Tensor,
-    *,
-    visible: torch.Tensor | None,
-    causal: bool,
-) -> dict[str, torch.Tensor]:
-    """Return the attention's result and the gradients of its inputs."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-    out = attend(*leaves.values(), visible=visible, causal=causal)
-    out.backward(weight)
-    return {"attention": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
-
-
 def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step: bool) -> dict[str, torch.Tensor]:
     """Return the logits, the gradients and, with ``step``, the change of each parameter by a step of AdamW."""
     logits = model(tokens[:, :-1], attend)
     functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     names = dict(model.named_parameters())
-    found = {"the logits": logits.detach()} | {
-        f"the gradient of {name}": gradient(leaf) for name, leaf in names.items()
-    }
+    found = _with_gradients(logits, names)
     if not step:
         return found
     before = {name: parameter.detach().clone() for name, parameter in names.items()}
@@ -187,12 +188,12 @@ def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step
     return found | {f"the step of {name}": parameter.detach() - before[name] for name, parameter in names.items()}
 
 
-def with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the result ``out`` of an operation, and the gradients of its inputs, under their names."""
-    return {"the result": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
+    return {"the result": out.detach()} | {f"the gradient of {name}": _gradient(leaf) for name, leaf in leaves.items()}
 
 
-def gradient(leaf: torch.Tensor) -> torch.Tensor:
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     """Return a copy of the gradient of ``leaf``; zeros if it has none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
 

@@ -16,71 +16,36 @@ import pytest
 
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Backend
-from hwrl.testing.contracts.comm import CommContract
-from hwrl.testing.contracts.compute import ComputeContract, KernelsContract
-from hwrl.testing.contracts.device import (
-    CapabilityContract,
-    DeviceContract,
-    DeviceMapContract,
-)
-from hwrl.testing.contracts.ipc import DeviceIpcContract
-from hwrl.testing.contracts.memory import (
-    DeviceMemoryContract,
-    OffloadContract,
-    PinnedMemoryContract,
-    RegisteredMemoryContract,
-)
-from hwrl.testing.contracts.plugin import PluginContract
-from hwrl.testing.contracts.rollout_engine import (
-    RolloutContract,
-    RolloutNumbersContract,
-    RolloutReceiversContract,
-    RolloutSleepContract,
-)
-from hwrl.testing.contracts.run import RunContract
-from hwrl.testing.contracts.train_engine import (
-    TrainNumbersContract,
-    TrainOffloadContract,
-    TrainRanksContract,
-    TrainStateContract,
-)
-from hwrl.testing.contracts.transfers import TransferContract
-from hwrl.testing.contracts.weights import TransportContract, WeightsContract
-from hwrl.testing.levels import Level
+from hwrl.testing.contracts.comm import CommContract as CommContract
+from hwrl.testing.contracts.compute import ComputeContract as ComputeContract
+from hwrl.testing.contracts.compute import KernelsContract as KernelsContract
+from hwrl.testing.contracts.device import CapabilityContract as CapabilityContract
+from hwrl.testing.contracts.device import DeviceContract as DeviceContract
+from hwrl.testing.contracts.device import DeviceMapContract as DeviceMapContract
+from hwrl.testing.contracts.ipc import DeviceIpcContract as DeviceIpcContract
+from hwrl.testing.contracts.memory import DeviceMemoryContract as DeviceMemoryContract
+from hwrl.testing.contracts.memory import OffloadContract as OffloadContract
+from hwrl.testing.contracts.memory import PinnedMemoryContract as PinnedMemoryContract
+from hwrl.testing.contracts.memory import RegisteredMemoryContract as RegisteredMemoryContract
+from hwrl.testing.contracts.plugin import PluginContract as PluginContract
+from hwrl.testing.contracts.rollout_engine import RolloutContract as RolloutContract
+from hwrl.testing.contracts.rollout_engine import RolloutNumbersContract as RolloutNumbersContract
+from hwrl.testing.contracts.rollout_engine import RolloutReceiversContract as RolloutReceiversContract
+from hwrl.testing.contracts.rollout_engine import RolloutSleepContract as RolloutSleepContract
+from hwrl.testing.contracts.run import RunContract as RunContract
+from hwrl.testing.contracts.train_engine import TrainNumbersContract as TrainNumbersContract
+from hwrl.testing.contracts.train_engine import TrainOffloadContract as TrainOffloadContract
+from hwrl.testing.contracts.train_engine import TrainRanksContract as TrainRanksContract
+from hwrl.testing.contracts.train_engine import TrainStateContract as TrainStateContract
+from hwrl.testing.contracts.transfers import TransferContract as TransferContract
+from hwrl.testing.contracts.weights import TransportContract as TransportContract
+from hwrl.testing.contracts.weights import WeightsContract as WeightsContract
+from hwrl.testing.levels import Level as Level
 from hwrl.testing.limits import TIMEOUT_SCALE, ran_out, scaled
 from hwrl.testing.processes import preload
-from hwrl.testing.report import CheckResult, KitReport
+from hwrl.testing.report import CheckResult
+from hwrl.testing.report import KitReport as KitReport
 from hwrl.testing.subject import Subject
-
-__all__ = [
-    "CapabilityContract",
-    "CommContract",
-    "ComputeContract",
-    "DeviceContract",
-    "DeviceIpcContract",
-    "DeviceMapContract",
-    "DeviceMemoryContract",
-    "KernelsContract",
-    "KitReport",
-    "Level",
-    "OffloadContract",
-    "PinnedMemoryContract",
-    "PluginContract",
-    "RegisteredMemoryContract",
-    "RolloutContract",
-    "RolloutNumbersContract",
-    "RolloutReceiversContract",
-    "RolloutSleepContract",
-    "RunContract",
-    "TrainNumbersContract",
-    "TrainOffloadContract",
-    "TrainRanksContract",
-    "TrainStateContract",
-    "TransferContract",
-    "TransportContract",
-    "WeightsContract",
-    "run_kit",
-]
 
 _SUITES = Path(__file__).with_name("suites")
 

@@ -22,6 +22,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hwrl.environ import variable
 from hwrl.errors import HwrlError
 from hwrl.testing.limits import scaled
 
@@ -183,15 +184,9 @@ def _forking_context() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
-    before = os.environ.get(_AUTOLOAD)
-    os.environ[_AUTOLOAD] = "0"
     _started.set()
-    try:
+    with variable(_AUTOLOAD, "0"):
         forkserver.ensure_running()
-    finally:
-        del os.environ[_AUTOLOAD]
-        if before is not None:
-            os.environ[_AUTOLOAD] = before
     return context
 
 

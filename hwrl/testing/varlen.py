@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwrl.interfaces import Backend
-from hwrl.testing.compute import differences, with_gradients
+from hwrl.testing.compute import wrong_operation
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,19 @@ PACKED = {
 def wrong_varlen(backend: Backend, pack: Packed, dtype: torch.dtype) -> list[str]:
     """Return the errors in the device's attention over ``pack`` and its gradients, one line each."""
     generator = torch.Generator().manual_seed(0)
-    heads = {"query": pack.heads, "key": pack.kv_heads, "value": pack.kv_heads, "weight": pack.heads}
+    heads = {"query": pack.heads, "key": pack.kv_heads, "value": pack.kv_heads}
     drawn = {
         name: torch.randn(pack.tokens, count, pack.head_size, generator=generator).to(dtype)
         for name, count in heads.items()
     }
-    weight = drawn.pop("weight")
-    found = {name: tensor.to(backend.device(), copy=True).requires_grad_() for name, tensor in drawn.items()}
     cu_seqlens = torch.tensor(pack.boundaries, dtype=torch.int32, device=backend.device())
-    longest = max(pack.lengths) + pack.spare
-    out = backend.varlen_attention(**found, cu_seqlens=cu_seqlens, max_length=longest, scale=pack.scale)
-    if out.shape != weight.shape or out.dtype != dtype:
-        return [f"it returned {tuple(out.shape)} in {out.dtype}, and not {tuple(weight.shape)} in {dtype}"]
-    out.backward(weight.to(backend.device()))
-    exact = {name: tensor.double().requires_grad_() for name, tensor in drawn.items()}
-    right = _token_by_token(**exact, pack=pack)
-    right.backward(weight.double())
-    return list(differences(with_gradients(out, found), with_gradients(right, exact), dtype))
+    fused = functools.partial(
+        backend.varlen_attention,
+        cu_seqlens=cu_seqlens,
+        max_length=max(pack.lengths) + pack.spare,
+        scale=pack.scale,
+    )
+    return wrong_operation(backend, fused, functools.partial(_token_by_token, pack=pack), drawn)
 
 
 def why_not_fused(backend: Backend, dtype: torch.dtype) -> str:

@@ -17,7 +17,8 @@ from hwrl.models import load_model_config
 from hwrl.train.packing import PackShare
 
 if TYPE_CHECKING:
-    from hwrl.interfaces import Backend, Group, LossInputs
+    from hwrl.comm import Group
+    from hwrl.interfaces import Backend, LossInputs
 
 
 class HeadExchange:

@@ -105,10 +105,10 @@ class _InstantGroup:
 def _group_calls(backend: Backend) -> list[ComparedCall]:
     import torch
 
-    from hwrl.comm import HashStore, TorchGroup
+    from hwrl.comm import Group, HashStore
 
     raw: Any = _InstantGroup()
-    group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work
+    group, await_work = Group(backend, raw, name="overhead", store=HashStore()), backend.await_work
     tensor = torch.zeros(2, 2, device=backend.device())
     flat, whole = tensor.view(-1), tensor.view(-1).clone()
 

@@ -15,7 +15,7 @@ from hwrl.checkpoint import (
     SaveTuning,
 )
 from hwrl.checkpoint.layout import seal
-from hwrl.checkpoint.staging import StagingMemory, capture_state
+from hwrl.checkpoint.staging import CapturedState, StagingMemory
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 from hwrl_cpu import INFO, CpuBackend
 
@@ -105,7 +105,7 @@ def test_no_copy_of_a_piece_has_a_gradient_function(tmp_path: Path) -> None:
     pieces = cut(WHOLE, RUNS)
     for piece in pieces.pieces.values():
         piece.requires_grad_()
-    captured = capture_state({"one": pieces}, staging, copy=True, offloader=None)
+    captured = CapturedState({"one": pieces}, staging, copy=True, offloader=None)
     assert len(captured.on_host) == len(RUNS)
     assert not any(copy.requires_grad for copy in captured.on_host.values())
     captured.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.comm import Comm, TorchGroup, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError
 from hwrl.interfaces import Capability, Support
 from hwrl.testing.processes import Processes, run_processes
@@ -33,10 +33,10 @@ class QueueingBackend(CpuBackend):
         """Return at once, as a stream that is told to wait does."""
 
 
-def _pair(rank: int, address: str) -> TorchGroup:
+def _pair(rank: int, address: str) -> Group:
     store = connect_store(address)
     group = Comm(QueueingBackend(INFO)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=300.0)
-    assert isinstance(group, TorchGroup)
+    assert isinstance(group, Group)
     group.warm_up()
     group.timeout_s = TIMEOUT_S
     return group

@@ -29,7 +29,7 @@ def run(code: str) -> str:
 
 def test_importing_hwrl_loads_nothing() -> None:
     loaded = run("import sys; import hwrl; print(sorted(n for n in sys.modules if n.startswith(('hwrl', 'plug'))))")
-    assert loaded.strip() == "['hwrl']"
+    assert loaded.strip() == "['hwrl', 'hwrl.lazy']"
     assert run(f"import sys; import hwrl; print({HEAVY} & set(sys.modules))").strip() == "set()"
 
 

@@ -118,7 +118,7 @@ def test_interfaces_import_only_errors() -> None:
 
 def test_only_comm_names_the_stores_of_torch() -> None:
     found = {path for path in ALL for name in imports(path) if name.startswith("torch._C._distributed_c10d")}
-    assert found <= {*(REPO / "hwrl/comm").glob("*.py"), REPO / "hwrl/interfaces/comm.py"}, "import from hwrl.comm"
+    assert found <= {*(REPO / "hwrl/comm").glob("*.py"), REPO / "hwrl/interfaces/backend.py"}, "import from hwrl.comm"
 
 
 def test_the_core_imports_no_backend_and_no_plugin() -> None:

@@ -67,21 +67,21 @@ def public_names(package: str) -> list[str]:
 
 
 def exported_names(path: Path) -> list[str] | None:
-    """Return the ``__all__`` of the file as it is written, or as the face's imports or its table have it; else None."""
+    """Return the ``__all__`` of the file as it is written; None if it is computed.
+
+    A face has no ``__all__``, or one with ``*_MODULE_OF``: it exports the names that it imports ``as`` themselves.
+    """
     values: dict[str, ast.expr | None] = {}
     for node in tree(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             values[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = node.value
-    value = values.get("__all__")
+    written = values.get("__all__")
+    if "__all__" not in values or "*_MODULE_OF" in ast.unparse(cast(ast.expr, written)):
+        own = [] if written is None else ast.literal_eval(ast.unparse(written).replace("*_MODULE_OF", ""))
+        aliases = [one for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for one in node.names]
+        return [*own, *(one.name for one in aliases if one.name == one.asname)] or None
     try:
-        if value is not None and ast.unparse(value) == "[*_MODULE_OF]":
-            made = cast(ast.Call, values["_MODULE_OF"])
-            if ast.unparse(made) == "names_of_face(__name__)":
-                imports = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)]
-                return [name.asname for node in imports for name in node.names if name.asname]
-            (modules,) = made.args
-            return [name for names in ast.literal_eval(modules).values() for name in names.split()]
-        return None if value is None else list(ast.literal_eval(value))
+        return None if written is None else list(ast.literal_eval(written))
     except ValueError:
         return None
 

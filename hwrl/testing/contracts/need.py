@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
+from hwrl.errors import HwrlError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 
 
@@ -28,3 +32,12 @@ def need_two_ranks(backend: Backend) -> None:
     support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
     if not support.usable and backend.device_count() < 2:
         pytest.skip(f"needs two devices: {support.reason}")
+
+
+@contextlib.contextmanager
+def skipping_refused(kind: type[HwrlError] = UnsupportedError) -> Iterator[None]:
+    """Skip the test if the block raises an error of ``kind``: the engine refuses the call."""
+    try:
+        yield
+    except kind as error:
+        pytest.skip(f"{error.what}: {error.why}")

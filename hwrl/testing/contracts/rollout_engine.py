@@ -24,6 +24,7 @@ from hwrl.testing.contracts.model import (
     reference_logprobs,
     reference_model,
 )
+from hwrl.testing.contracts.need import skipping_refused
 from hwrl.testing.levels import Level
 from hwrl.testing.limits import scaled
 from hwrl.testing.subject import Subject
@@ -75,10 +76,8 @@ class _OfRolloutEngine:
             max_length=_MAX_LENGTH,
             free_cache_engine=self.free_cache_engine,
         )
-        try:
+        with skipping_refused():
             return subject.make_rollout_engine(settings, backend=backend)
-        except UnsupportedError as error:
-            pytest.skip(f"{error.what}: {error.why}")
 
 
 def _close_kept(stash: pytest.Stash) -> None:
@@ -143,10 +142,8 @@ class RolloutSleepContract(_OfRolloutEngine):
         """A second sleep frees nothing. Level 1 keeps the version; level 2 drops it until weights are loaded."""
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)]
         before = generate(engine, requests)
-        try:
+        with skipping_refused():
             engine.sleep(level=level)
-        except UnsupportedError as error:
-            pytest.skip(f"{error.what}: {error.why}")
         assert engine.sleep(level=level) == 0, "a second sleep frees memory again"
         assert engine.version == (1 if level == 1 else -1)
         engine.wake(["weights"])
@@ -158,24 +155,18 @@ class RolloutSleepContract(_OfRolloutEngine):
     def test_it_does_not_sleep_with_requests(self, engine: RolloutEngine) -> None:
         """It raises EngineError, and the requests finish."""
         engine.submit([request_of(0, 4, Sampling(5, 0.0))])
-        try:
-            with pytest.raises(EngineError):
-                engine.sleep(level=1)
-        except UnsupportedError as error:
-            engine.abort()
-            pytest.skip(f"{error.what}: {error.why}")
+        with skipping_refused(), pytest.raises(EngineError):  # the next check's fixture aborts them
+            engine.sleep(level=1)
         assert len(finish(engine)) == 1
 
     def test_it_refuses_what_is_no_level_and_no_tag(self, engine: RolloutEngine) -> None:
         """It raises EngineError, and stays awake."""
-        try:
+        with skipping_refused():
             for level in (0, 3):
                 with pytest.raises(EngineError):
                     engine.sleep(level=level)
             with pytest.raises(EngineError):
                 engine.wake(["weight"])
-        except UnsupportedError as error:
-            pytest.skip(f"{error.what}: {error.why}")
         assert len(generate(engine, [request_of(0, 4, Sampling(5, 0.0))])) == 1
 
 

@@ -22,7 +22,7 @@ from hwrl.testing.contracts.model import (
     reference_logprobs,
     reference_model,
 )
-from hwrl.testing.contracts.need import need_two_ranks
+from hwrl.testing.contracts.need import need_two_ranks, skipping_refused
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.levels import Level
 from hwrl.testing.limits import scaled
@@ -70,10 +70,8 @@ class _OfTrainEngine:
 
             def make(**changes: Any) -> TrainEngine:
                 open_engine.close()
-                try:
+                with skipping_refused():
                     engine = subject.make_train_engine(engine_settings(**changes), backend=backend)
-                except UnsupportedError as error:
-                    pytest.skip(f"{error.what}: {error.why}")
                 open_engine.callback(engine.close)
                 return engine
 
@@ -129,10 +127,8 @@ class TrainOffloadContract(_OfTrainEngine):
 
     def test_offloading_changes_no_step(self, make: Callable[..., TrainEngine]) -> None:
         """Two steps in two visits to the device, with log-probabilities between them, equal those without offload."""
-        try:
+        with skipping_refused(ConfigError):
             engine = make(param_offload=True, optimizer_offload=True)
-        except ConfigError as error:
-            pytest.skip(f"{error.what}: {error.why}")
         found = self._after_two_visits(engine)
         assert _differ(found, self._after_two_visits(make()), at_most=_SAME_OFF) == []
 
