@@ -21,7 +21,6 @@ from hwrl.weights import (
     Destination,
     EngineReceiver,
     LinkRegistrations,
-    ReceiverTiming,
     SlabRing,
     TensorStream,
     WeightLayout,
@@ -257,8 +256,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
         return CopyDestination(layout, rules, backend=CPU, slabs=2)
 
     receiver = EngineReceiver(worker, backend=CPU, make_destination=make_destination)
-    timing = ReceiverTiming()
-    members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
+    members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"])
     for version in (1, 2, 3):
         deadline = 30.0 + time.monotonic()
         proposal = members.wait(deadline=deadline, timeout_s=300.0, aborted=None, have=None)
