@@ -21,7 +21,6 @@ __all__ = [
     "add_adapter",
     "base_name",
     "described_model",
-    "is_adapters",
     "require_peft",
     "save_adapter",
     "with_adapter",
@@ -194,11 +193,6 @@ def adapter_name(name: str) -> str | None:
     >>> adapter_name("model.layers.0.mlp.up_proj.base_layer.weight")
     """
     return _PREFIX + name.replace(_IN_MODEL, ".", 1) if ".lora_" in name else None
-
-
-def is_adapters(name: str) -> bool:
-    """Return whether ``name`` is the name of an adapter's tensor, as :func:`adapter_name` returns it."""
-    return name.startswith(_PREFIX)
 
 
 def base_name(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, EngineError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces import RolloutEngine, WeightOffer
-from hwrl.weights import DecisionKind, Limits, LinkRegistrations, Proposal, Received, ReceiverTiming, WeightReceiver
+from hwrl.weights import DecisionKind, LinkRegistrations, Proposal, Received, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -170,9 +170,9 @@ class EngineModels(PolledLink):
         super().__init__(poll_s)
         several = [f"{replica}/{number}" for number in range(engine.receivers)]
         self._engine, self._address, self._once = engine, address, once
-        self._timeout_s, self._timing = timeout_s, ReceiverTiming()
+        self._timeout_s = timeout_s
         self._members = LinkRegistrations(
-            store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest, timing=self._timing
+            store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest
         )
         self._checked = ("", 0)  # the newest layout that fits the engine's model: its hash, its tensors' bytes
 
@@ -260,7 +260,6 @@ class EngineModels(PolledLink):
         return False
 
     def _offer(self, proposal: Proposal) -> WeightOffer:
-        limits = Limits(proposal.timeout_s, self._timing.slack_s)
         return WeightOffer(
             store=self._address,
             link=self._members.channel.name,
@@ -268,7 +267,7 @@ class EngineModels(PolledLink):
             version=proposal.version,
             members=self._members.members_of(proposal),
             timeout_s=self._timeout_s,
-            limit_s=self._timeout_s + 2 * limits.decision_s,
+            limit_s=self._timeout_s + 2 * proposal.limits.decision_s,
             once=self._once,
         )
 

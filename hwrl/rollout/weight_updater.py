@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hwrl.interfaces import RolloutEngine
-from hwrl.lora import is_adapters
 from hwrl.rollout.model_link import INCARNATION, ModelLink, RetryingReceiver, is_outdated
 from hwrl.weights import Received
 
@@ -105,8 +104,10 @@ class AdapterUpdater:
             base = self._base_link.load(incarnation=self.incarnation)
             if base is None:
                 return False
-            self._note_base()
+            self._base_loads += 1
             self._base_nbytes += base.nbytes
+            self._base_link.close()
+            self._base_link = None
         elif self._policy_link.poll():
             adapter = self._policy_link.receive()
             if adapter is None:
@@ -140,26 +141,14 @@ class AdapterUpdater:
         wanted = self._engine.base if self._adapter is None else self._adapter.metadata["base"]
         return self._engine.base is None or self._engine.base != wanted
 
-    def _note_base(self) -> None:
-        """Count a loaded base, and leave the link of bases."""
-        self._base_loads += 1
-        if self._base_link is not None:
-            self._base_link.close()
-            self._base_link = None
-
     def _load_adapter(self) -> bool:
-        """Load the newest adapter, and its base if both arrived together; return False if there is none or no base."""
+        """Load the newest adapter; return False if there is none or the engine lacks its base."""
         adapter = self._adapter
         if adapter is None:
             return False
         base = int(adapter.metadata["base"])
-        base_weights = {name: adapter[name] for name in adapter if not is_adapters(name)}
-        if base_weights:
-            self._engine.load_base(base_weights.items(), base=base)
-            self._note_base()
         if self._engine.base != base:
             return False
-        weights = {name: adapter[name] for name in adapter if name not in base_weights}
-        self._engine.load_adapter(weights.items(), version=adapter.version, base=base)
+        self._engine.load_adapter(adapter.items(), version=adapter.version, base=base)
         self.incarnation = int(adapter.metadata[INCARNATION])
         return True

@@ -453,8 +453,7 @@ def build_sender(
             timeout_s=_transfer_timeout_s(config),
         )
 
-    always_base = config.weights.send_base == "always"
-    return PolicySender(connect, base=base, always_base=always_base, metadata={INCARNATION: incarnation})
+    return PolicySender(connect, base=base, metadata={INCARNATION: incarnation})
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:

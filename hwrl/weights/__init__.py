@@ -23,7 +23,7 @@ The objects on the way, from the user's call to the memory:
 - Sender: :class:`WeightSender` → ``SenderLink`` (what stays between versions) → ``Transaction`` (one version) →
   :class:`SenderRound` (one attempt) → a :class:`TransportSender`, which reads the :class:`WeightSource` by a
   :class:`TensorReader` and packs slabs into a :class:`SlabRing`.
-- Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START; ``MemberRound``) →
+- Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START) →
   :class:`WeightIntake` (the bytes, VOTE and DECISION of one member) → :class:`ReceiverRound` (one attempt) → a
   :class:`TransportReceiver`, which fills a :class:`Destination`.
 - Receiver in an engine: the engine's process has the :class:`LinkRegistrations`, and each worker an
@@ -58,7 +58,6 @@ from hwrl.weights.streaming import IncomingVersion, StreamReceiver
 from hwrl.weights.transport import (
     ReceiverContext,
     ReceiverRound,
-    ReceiverTiming,
     SenderContext,
     SenderRound,
     Transport,
@@ -87,7 +86,6 @@ __all__ = [
     "Received",
     "ReceiverContext",
     "ReceiverRound",
-    "ReceiverTiming",
     "SenderContext",
     "SenderRound",
     "SlabRing",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hwrl.comm import PrefixStore, Store, await_keys, clone_store
 from hwrl.comm.store import pause, store_failures
@@ -23,12 +23,11 @@ from hwrl.weights.messages import (
     Decision,
     DecisionKind,
     Proposal,
-    Start,
-    TransportPayload,
     Vote,
-    read_kind,
-    write_message,
 )
+
+if TYPE_CHECKING:
+    from hwrl.weights.transport import Transport
 
 _NUMBER_BITS = 32  # of a proposal's number; the sender's epoch is above them
 _ABSENT = "\x01"  # never a value: compare_set returns it for a missing key, and then writes nothing
@@ -53,16 +52,16 @@ class Note(StrEnum):
 
 
 class ControlChannel:
-    """The messages of the link ``name`` in ``store``. ``payloads`` maps each known transport to its payload class.
+    """The messages of the link ``name`` in ``store``. Reads proposals of ``transports`` only.
 
     Raises PeerLostError if the store is lost, and CommError in a forked child of the process that made this: both would
     speak over one connection.
     """
 
-    def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[TransportPayload]]) -> None:
+    def __init__(self, store: Store, *, name: str, transports: Mapping[str, Transport]) -> None:
         # Its own connection: a client that waits blocks other threads, and making a process group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
-        self.name, self._payloads, self._process = name, payloads, os.getpid()
+        self.name, self._transports, self._process = name, transports, os.getpid()
         self.shown: Proposal | None = None
         """The last proposal that this end has made visible to receivers."""
 
@@ -95,10 +94,43 @@ class ControlChannel:
         for key in keys:
             self._do(self.store.delete_key, key)
 
-    def _wait_and_get(self, key: str, timeout_s: float) -> bytes | None:
-        """Return the value of ``key`` once it exists; None after ``timeout_s``."""
-        await_keys(self.store, [key], timeout_s=timeout_s)
+    # -- notes about a proposal: the sender's, or those of a member ---------------------------------------------
+
+    def write(
+        self, proposal: Proposal, note: Note, text: str = "", *, member: int | None = None, name: str = ""
+    ) -> None:
+        """Write the ``note`` of the sender, or of ``member``. Notes of one kind differ by ``name``."""
+        self._do(self.store.set, _key(proposal, note, member, name), text)
+
+    def read(
+        self, proposal: Proposal, note: Note, *, member: int | None = None, name: str = "", timeout_s: float = 0.0
+    ) -> bytes | None:
+        """Return a note. Block until it exists, but not beyond ``timeout_s``; return None then."""
+        key = _key(proposal, note, member, name)
+        if timeout_s > 0.0:
+            await_keys(self.store, [key], timeout_s=timeout_s)
         return self._get(key)
+
+    def missing(
+        self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float, name: str = ""
+    ) -> list[int]:
+        """Wait until all ``members`` have written ``note``; return those still missing after ``timeout_s``."""
+        of_key = {_key(proposal, note, member, name): member for member in members}
+        return [of_key[key] for key in await_keys(self.store, of_key, timeout_s=timeout_s)]
+
+    def erase(self, proposal: Proposal, note: Note, *, members: Iterable[int | None] = (None,), name: str = "") -> None:
+        """Delete a note of the sender, or of each of ``members``."""
+        self._delete(_key(proposal, note, member, name) for member in members)
+
+    def vote(self, proposal: Proposal, member: int) -> Vote | None:
+        """Return a receiver's vote, or None if it has not voted."""
+        found = self.read(proposal, Note.VOTE, member=member)
+        return None if found is None else Vote.read(found)
+
+    def decision(self, proposal: Proposal, *, timeout_s: float = 0.0) -> Decision | None:
+        """Return the sender's decision; wait for it up to ``timeout_s``."""
+        found = self.read(proposal, Note.DECISION, timeout_s=timeout_s)
+        return None if found is None else Decision.read(found)
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
@@ -130,7 +162,7 @@ class ControlChannel:
     def propose(self, proposal: Proposal) -> None:
         """Make ``proposal`` visible to the receivers; they see all of it or nothing."""
         number = proposal.number
-        self._do(self.store.set, f"{Note.PROPOSAL}/{number}", json.dumps(asdict(proposal)))
+        self.write(proposal, Note.PROPOSAL, json.dumps(asdict(proposal)))
         expected = str(number - 1) if number > 1 else ""
         while True:  # set the newest number to this one, unless it is larger; usually one round trip
             found = self._do(self.store.compare_set, _NEWEST, expected, str(number)).decode(errors="replace")
@@ -144,14 +176,9 @@ class ControlChannel:
                 expected = found
         self.shown = proposal
 
-    def start(self, proposal: Proposal, start: Start) -> None:
-        """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
-        self._do(self.store.set, f"{Note.START}/{proposal.number}", start)
-
-    def decide(self, proposal: Proposal, decision: Decision) -> None:
+    def decide(self, proposal: Proposal, kind: DecisionKind, why: str = "") -> None:
         """Tell the receivers how the proposal ended. Written once, except that :meth:`give_up` replaces AGAIN."""
-        text = write_message(decision.kind, decision.detail)
-        self._do(self.store.set, f"{Note.DECISION}/{proposal.number}", text)
+        self.write(proposal, Note.DECISION, Decision(kind, why).to_json())
 
     def give_up(self, proposal: Proposal, why: str) -> None:
         """Tell the receivers that no proposal follows.
@@ -163,7 +190,7 @@ class ControlChannel:
             return
         decision = self.decision(proposal)
         if decision is None or decision.kind is DecisionKind.AGAIN:
-            self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
+            self.decide(proposal, DecisionKind.GIVEN_UP, why)
 
     def abandon(self, epoch: int, version: int, why: str, *, to: Sequence[int]) -> None:
         """Tell receivers ``to``, without a part in the last round, that the sender of ``epoch`` gave up ``version``."""
@@ -177,10 +204,10 @@ class ControlChannel:
 
     def forget(self, proposal: Proposal) -> None:
         """Delete the messages about a proposal. No receiver may still be waiting for one."""
-        keys = [f"{note}/{proposal.number}" for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
-        for member in proposal.to:
-            keys += f"{Note.READY}/{proposal.number}/{member}", f"{Note.VOTE}/{proposal.number}/{member}"
-        self._delete(keys)
+        for note in (Note.START, Note.DECISION, Note.PROPOSAL):
+            self.erase(proposal, note)
+        for note in (Note.READY, Note.VOTE):
+            self.erase(proposal, note, members=proposal.to)
 
     # -- the sender reads ---------------------------------------------------------------------------------------
 
@@ -192,16 +219,6 @@ class ControlChannel:
         """Return the replica name of receiver ``member``; None if it has left, or its join request is incomplete."""
         found = self._get(f"{Note.JOIN}/{member}")
         return None if found is None else found.decode(errors="replace")
-
-    def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
-        """Wait until all ``members`` have written ``note``; return those still missing after ``timeout_s``."""
-        of_key = {f"{note}/{proposal.number}/{member}": member for member in members}
-        return [of_key[key] for key in await_keys(self.store, of_key, timeout_s=timeout_s)]
-
-    def vote(self, proposal: Proposal, member: int) -> Vote | None:
-        """Return a receiver's vote, or None if it has not voted."""
-        found = self._get(f"{Note.VOTE}/{proposal.number}/{member}")
-        return None if found is None else Vote.read(found)
 
     # -- the receivers write ------------------------------------------------------------------------------------
 
@@ -221,15 +238,6 @@ class ControlChannel:
         """Withdraw the join request. Its number is not used again."""
         self._delete([f"{Note.JOIN}/{member}", f"{Note.EXCLUDED}/{member}"])
 
-    def report_ready(self, proposal: Proposal, member: int) -> None:
-        """Tell the sender that receiver ``member`` is ready for the transfer."""
-        self._do(self.store.set, f"{Note.READY}/{proposal.number}/{member}", "")
-
-    def cast_vote(self, proposal: Proposal, member: int, vote: Vote) -> None:
-        """Write the vote of receiver ``member``."""
-        text = write_message(vote.kind, vote.detail)
-        self._do(self.store.set, f"{Note.VOTE}/{proposal.number}/{member}", text)
-
     # -- the receivers read -------------------------------------------------------------------------------------
 
     def newest(self) -> int:
@@ -243,28 +251,13 @@ class ControlChannel:
     def proposal(self, number: int) -> Proposal | None:
         """Return proposal ``number``, or None if its messages were deleted."""
         text = self._get(f"{Note.PROPOSAL}/{number}")
-        return None if text is None else Proposal.read(text, self._payloads)
+        return None if text is None else Proposal.read(text, self._transports)
 
     def wait_for_newer(self, number: int, *, timeout_s: float) -> None:
         """Block until there is a newer proposal than ``number``, or ``timeout_s`` has passed."""
         began_s = time.monotonic()
         while self.newest() <= number and (passed_s := time.monotonic() - began_s) < timeout_s:
             pause(passed_s)
-
-    def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
-        """Block until the sender has answered READY; return None after ``timeout_s``."""
-        text = self._wait_and_get(f"{Note.START}/{proposal.number}", timeout_s)
-        return None if text is None else read_kind("the start", text, Start)
-
-    def wait_for_decision(self, proposal: Proposal, *, timeout_s: float) -> Decision | None:
-        """Block until the sender has decided; return None after ``timeout_s``."""
-        text = self._wait_and_get(f"{Note.DECISION}/{proposal.number}", timeout_s)
-        return None if text is None else Decision.read(text)
-
-    def decision(self, proposal: Proposal) -> Decision | None:
-        """Return the sender's decision, or None if there is none yet."""
-        text = self._get(f"{Note.DECISION}/{proposal.number}")
-        return None if text is None else Decision.read(text)
 
     def abandonment(self) -> Abandonment:
         """Return the newest abandonment; its number is 0 if there is none."""
@@ -290,34 +283,12 @@ class ControlChannel:
             )
         return layout
 
-    # -- further notes of a round: of its transport, or of its sending ranks (Note.SHARE) ----------------------
 
-    def put_note(
-        self, proposal: Proposal, key: str, text: str, *, member: int | None = None, note: Note = Note.TRANSPORT
-    ) -> None:
-        """Write a note of the sender, or of ``member``."""
-        self._do(self.store.set, _note_key(note, proposal, member, key), text)
-
-    def wait_for_note(
-        self, proposal: Proposal, key: str, *, timeout_s: float, note: Note = Note.TRANSPORT
-    ) -> bytes | None:
-        """Block until the sender's note exists, and return it; None after ``timeout_s``."""
-        return self._wait_and_get(_note_key(note, proposal, None, key), timeout_s)
-
-    def missing_note(self, proposal: Proposal, key: str, members: Collection[int], *, timeout_s: float) -> list[int]:
-        """Wait until all ``members`` have written their note; return those still missing after ``timeout_s``."""
-        of_key = {_note_key(Note.TRANSPORT, proposal, member, key): member for member in members}
-        return [of_key[key] for key in await_keys(self.store, of_key, timeout_s=timeout_s)]
-
-    def forget_note(
-        self, proposal: Proposal, key: str, *, member: int | None = None, note: Note = Note.TRANSPORT
-    ) -> None:
-        """Delete a note."""
-        self._delete([_note_key(note, proposal, member, key)])
-
-
-def _note_key(note: Note, proposal: Proposal, member: int | None, key: str) -> str:
-    return f"{note}/{proposal.number}/{'sender' if member is None else member}/{key}"
+def _key(proposal: Proposal, note: Note, member: int | None, name: str) -> str:
+    of_proposal = f"{note}/{proposal.number}"
+    if name:
+        return f"{of_proposal}/{'sender' if member is None else member}/{name}"
+    return of_proposal if member is None else f"{of_proposal}/{member}"
 
 
 def _number(found: str | bytes) -> int:

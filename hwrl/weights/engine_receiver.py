@@ -19,7 +19,7 @@ from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.messages import Proposal
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transport import Transport
 from hwrl.weights.transports import TRANSPORTS
 
 _log = logging.getLogger("hwrl.weights")
@@ -119,7 +119,6 @@ class EngineReceiver:
                 name=offer.link,
                 backend=self._backend,
                 make_destination=self._make_destination,
-                timing=ReceiverTiming(),
                 transports=self._transports,
             )
         return self._intakes[key]

@@ -5,10 +5,8 @@ It is the receiver's part of a commit after the rendezvous (:class:`~hwrl.weight
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -27,9 +25,9 @@ from hwrl.weights.transport import (
     Cancellation,
     ReceiverContext,
     ReceiverRound,
-    ReceiverTiming,
     Transport,
     TransportReceiver,
+    aborted_when,
 )
 from hwrl.weights.transports import TRANSPORTS
 
@@ -54,15 +52,13 @@ class WeightIntake:
         backend: Backend,
         make_destination: DestinationFactory,
         slabs: int = 8,
-        timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
         cancellation: Cancellation | None = None,
     ) -> None:
         self._cancellation = cancellation or Cancellation()
-        payloads = {key: transport.payload for key, transport in transports.items()}
-        self.channel = ControlChannel(store, name=name, payloads=payloads)
+        self.channel = ControlChannel(store, name=name, transports=transports)
         self._backend, self._make_destination, self._slabs = backend, make_destination, slabs
-        self._timing, self._transports = timing, transports
+        self._transports = transports
         self._ends: dict[str, TransportReceiver] = {}
         self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
 
@@ -89,15 +85,13 @@ class WeightIntake:
         the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
         """
         transport = self._transports[proposal.transport]
+        receiving = ReceiverRound(proposal, self.channel, member, replica, self._cancellation, deadline)
         try:
-            layout, destination, sums = self.prepare(proposal)
+            _, destination, sums = self.prepare(proposal)
         except BaseException as exc:
             if not transport.keeps_versions:  # at once, because the other receivers wait for this vote
-                self.channel.cast_vote(proposal, member, Vote.of_error(exc))
+                receiving.cast(Vote.of_error(exc))
             raise
-        receiving = ReceiverRound(
-            proposal, self.channel, member, replica, self._timing, self._cancellation, layout, deadline
-        )
         finished = None
         try:
             with torch.no_grad():
@@ -118,7 +112,7 @@ class WeightIntake:
     ) -> Proposal | None:
         """Take part in a two-phase commit: receive, vote, and wait for the decision."""
         end, stage = self._end_of(receiving.proposal)
-        with _ended_with_round(end, receiving), clock(stage):
+        with aborted_when(receiving.is_over, end.abort, after_s=_HELD_S), clock(stage):
             try:
                 vote = _receive(end, receiving, destination, sums, clock)
             except CommError as exc:
@@ -198,31 +192,3 @@ def _receive(
     destination.begin()
     theirs = end.receive(receiving, destination, sums, clock)
     return Vote(VoteKind.TORN, "a newer version replaced it") if theirs is None else sums.compare(theirs)
-
-
-@contextlib.contextmanager
-def _ended_with_round(end: TransportReceiver, receiving: ReceiverRound) -> Iterator[None]:
-    """Abort the transfer in the block when its round is over: the sender waits no longer for this receiver.
-
-    A collective library may hold an operation that begins while its peer leaves, until the transfer's limit.
-    """
-    lock, ended = threading.Lock(), threading.Event()
-
-    def look() -> None:
-        while not ended.wait(receiving.timing.look_s):
-            with contextlib.suppress(CommError, TransferFailedError):  # the receiver meets these by itself
-                over = receiving.is_over()
-                with lock:
-                    if over and not ended.is_set():
-                        end.abort()
-                        return
-
-    watch = threading.Timer(_HELD_S, look)
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
-        with lock:  # so that nothing is aborted after the block
-            ended.set()

@@ -138,7 +138,7 @@ def withdraw(store: Store, *, names: Collection[str], replica: str) -> None:
     each link, and needs one round trip for each join request so far and two more for each request of the replica.
     """
     for name in names:
-        channel = ControlChannel(store, name=name, payloads={})
+        channel = ControlChannel(store, name=name, transports={})
         for number in range(1, channel.join_counts()[1] + 1):
             name_there = channel.replica(number) or ""
             if replica in (name_there, name_there.partition("/")[0]):

@@ -12,22 +12,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_type_hints
 
 from hwrl.errors import CommError, TransferFailedError, in_one_line
 
+if TYPE_CHECKING:
+    from hwrl.weights.transport import Transport
+
 Metadata = Mapping[str, str | int | float]
-_KindT = TypeVar("_KindT", bound=StrEnum)
 _Fields = TypeVar("_Fields")
-
-
-class Start(StrEnum):
-    """The sender's answer to READY, when all receivers have written it or the sender stops waiting."""
-
-    GO = "go"
-    """All receivers are ready, and the transfer begins."""
-    WITHDRAWN = "withdrawn"
-    """Some are not ready. Another proposal follows without them, if receivers are left."""
 
 
 class VoteKind(StrEnum):
@@ -58,14 +51,37 @@ class DecisionKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Vote:
-    """A receiver's vote; ``detail`` is a human-readable reason."""
+class Message:
+    """A kind, and ``detail``, a human-readable reason."""
 
-    kind: VoteKind
+    kind: StrEnum
     detail: str = ""
+    name: ClassVar[str]
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+
+    def to_json(self) -> str:
+        """Return the message as text for :meth:`read`."""
+        return json.dumps([self.kind, self.detail])
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        """Read a message; raises TransferFailedError if it is malformed."""
+        try:
+            kind, detail = json.loads(text)
+            kinds = _types_of(cls)["kind"]  # type: ignore[arg-type]  # mypy takes a dataclass type for unhashable
+            return cls(kinds(kind), str(detail))
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise _unreadable(cls.name, text) from exc
+
+
+@dataclass(frozen=True)
+class Vote(Message):
+    """A receiver's vote."""
+
+    kind: VoteKind
+    name = "a vote"
 
     @classmethod
     def of_error(cls, error: BaseException) -> Vote:
@@ -75,23 +91,13 @@ class Vote:
         kind = VoteKind.TORN if isinstance(error, TransferFailedError) else VoteKind.FAILED
         return cls(kind, in_one_line(error))
 
-    @classmethod
-    def read(cls, text: bytes) -> Vote:
-        """Read a vote; raises TransferFailedError if it is malformed."""
-        return cls(*read_message("a vote", text, VoteKind))
-
 
 @dataclass(frozen=True)
-class Decision:
-    """The sender's decision about a proposal; ``detail`` is a human-readable reason."""
+class Decision(Message):
+    """The sender's decision about a proposal."""
 
     kind: DecisionKind
-    detail: str = ""
-
-    @classmethod
-    def read(cls, text: bytes) -> Decision:
-        """Read a decision; raises TransferFailedError if it is malformed."""
-        return cls(*read_message("a decision", text, DecisionKind))
+    name = "a decision"
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class Abandonment:
             raise _unreadable("an abandonment", text) from exc
 
 
+SLACK_S = 10.0
+"""How much longer receivers wait than the sender: time for its own work between two waits, on a busy machine."""
 LONGEST_TIMEOUT_S = 1e9
 """A longer time overflows in libraries that get it."""
 
@@ -128,8 +136,6 @@ class Limits:
     """
 
     timeout_s: float
-    slack_s: float = 10.0
-    """Time for the sender's own work between two waits, on a busy machine."""
     patience_s: float = 1.0
     """The longest wait for new receivers, once another member has committed a version of this sender."""
 
@@ -149,12 +155,12 @@ class Limits:
     @property
     def start_s(self) -> float:
         """How long a receiver waits for START: the sender waits ``timeout_s`` for the other receivers."""
-        return self.timeout_s + self.slack_s
+        return self.timeout_s + SLACK_S
 
     @property
     def decision_s(self) -> float:
         """How long a receiver waits for the decision: the sender waits for the transfer, then for the votes."""
-        return 2 * self.timeout_s + self.slack_s
+        return 2 * self.timeout_s + SLACK_S
 
 
 @dataclass(frozen=True)
@@ -189,19 +195,24 @@ class Proposal:
     senders: int = 1
 
     @classmethod
-    def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:
-        """Read a proposal. Raises TransferFailedError if it is malformed or its transport is not in ``payloads``."""
+    def read(cls, text: bytes, transports: Mapping[str, Transport]) -> Proposal:
+        """Read a proposal. Raises TransferFailedError if it is malformed or its transport is not in ``transports``."""
         try:
             found = json.loads(text)
-            if isinstance(found["transport"], str) and found["transport"] not in payloads:
-                raise _unknown_transport(found["transport"][:80], payloads)
-            payload = _read_fields(payloads[found["transport"]], found["payload"])
+            if isinstance(found["transport"], str) and found["transport"] not in transports:
+                raise _unknown_transport(found["transport"][:80], transports)
+            payload = _read_fields(transports[found["transport"]].payload, found["payload"])
             proposal = _read_fields(cls, found, payload=payload)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
             raise _unreadable("a proposal", text) from exc
         if not 0 < proposal.timeout_s <= LONGEST_TIMEOUT_S or proposal.senders < 1:
             raise _unreadable("a proposal", text)
         return proposal
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """How long a receiver waits for the sender."""
+        return Limits(self.timeout_s)
 
 
 def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
@@ -214,28 +225,6 @@ def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
             fix="send strings and numbers",
         )
     return found
-
-
-def write_message(kind: StrEnum, detail: str) -> str:
-    """Return a message as text that :func:`read_message` reads."""
-    return json.dumps([kind, detail])
-
-
-def read_message(name: str, text: bytes, kinds: type[_KindT]) -> tuple[_KindT, str]:
-    """Return the kind and detail of a message. Raises TransferFailedError, with ``name``, if it is malformed."""
-    try:
-        kind, detail = json.loads(text)
-        return kinds(kind), str(detail)
-    except (ValueError, TypeError, RecursionError) as exc:
-        raise _unreadable(name, text) from exc
-
-
-def read_kind(name: str, text: bytes, kinds: type[_KindT]) -> _KindT:
-    """Return the kind that is the whole message. Raises TransferFailedError, with ``name``, if it is none."""
-    try:
-        return kinds(text.decode())
-    except ValueError as exc:
-        raise _unreadable(name, text) from exc
 
 
 def _read_fields(fields: type[_Fields], found: Any, **ready: Any) -> _Fields:

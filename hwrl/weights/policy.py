@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hwrl.weights.layout import find_ties
 from hwrl.weights.messages import Metadata
 from hwrl.weights.ranks import on_rank_0
 from hwrl.weights.report import TransferReport
@@ -58,8 +57,8 @@ class PolicySender:
     ``connect`` makes the sender of a link, for POLICY and, with an adapter, for POLICY_BASE. If these senders have a
     group, make and call this alike on every rank of it. ``base`` is the identity
     of the adapter's base; None means that whole models are sent. The receivers decide who gets a base: whenever an
-    engine holds none, its receiver joins POLICY_BASE. This sender keeps no list of its own. ``always_base`` sends the
-    base with every version, for comparison. ``metadata`` is sent with every version.
+    engine holds none, its receiver joins POLICY_BASE. This sender keeps no list of its own. ``metadata`` is sent with
+    every version.
     """
 
     def __init__(
@@ -67,20 +66,17 @@ class PolicySender:
         connect: Callable[[str], WeightSender],
         *,
         base: int | None = None,
-        always_base: bool = False,
         metadata: Metadata | None = None,
     ) -> None:
         self._base_identity, self._metadata = base, dict(metadata or {})
         self._policy_sender = connect(POLICY)
-        self._base_sender = connect(POLICY_BASE) if base is not None and not always_base else None
+        self._base_sender = connect(POLICY_BASE) if base is not None else None
 
     def plan(self) -> SyncPlan:
         """Return what would be sent with a version now. Cheap."""
-        if self._base_identity is None:
-            return SyncPlan("full", "the whole model is trained")
         base = self._base_sender
         if base is None:
-            return SyncPlan("base + adapter", "always_base is set")
+            return SyncPlan("full", "the whole model is trained")
         lacking = on_rank_0(base.group, "find who lacks the base", lambda: list(base.new_receivers()))
         if lacking:
             return SyncPlan("base + adapter", f"no base at {', '.join(lacking)}")
@@ -95,14 +91,10 @@ class PolicySender:
         Blocks and raises like :meth:`WeightSender.publish`.
         """
         plan = self.plan()
-        if self._base_identity is None:
+        if self._base_sender is None or self._base_identity is None:
             return SyncReport(plan, self._policy_sender.publish(version, model, self._metadata))
         _log.info("version %d: %s", version, plan)
         metadata = {**self._metadata, "base": self._base_identity}
-        if self._base_sender is None:
-            both = self._policy_sender.publish(version, model + adapter, metadata)
-            adapter_nbytes = _nbytes_of(adapter)
-            return SyncReport(plan, both, None, both.nbytes - adapter_nbytes, adapter_nbytes)
         base = _send_base(self._base_sender, self._base_identity, model) if plan.sends_base else None
         sent = self._policy_sender.publish(version, adapter, metadata)
         return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
@@ -123,10 +115,3 @@ def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> Tran
     if not report.excluded:  # an excluded receiver that is silent may still read the ring
         sender.release()  # the next base may never come, and the ring is device memory
     return report
-
-
-def _nbytes_of(source: WeightSource) -> int:
-    """Return the bytes of the source's tensors, counting tied tensors once."""
-    named = list(source.metadata())
-    ties = find_ties(named)
-    return sum(tensor.nbytes for name, tensor in named if name not in ties)

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -19,12 +20,12 @@ from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import DecisionKind, Limits, Proposal, read_message, write_message
+from hwrl.weights.messages import DecisionKind, Limits, Message, Proposal
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import Gatherers, WeightSource, gathering_to
-from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
+from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender, aborted_when
 
 _LOOK_S = 0.2
 _HEAD_NBYTES = 256
@@ -38,6 +39,14 @@ class ShareKind(StrEnum):
     """The transfer broke, perhaps because of a receiver. Another round may succeed."""
     FAILED = "failed"
     """The rank itself raised an error."""
+
+
+@dataclass(frozen=True)
+class ShareReport(Message):
+    """The end of a share in one round."""
+
+    kind: ShareKind
+    name = "a sending rank's report"
 
 
 class ShareKey(StrEnum):
@@ -158,19 +167,18 @@ class Reports:
             report, left_s = None, math.inf
             while report is None and left_s > 0:  # look once at least: the one before may have come at the last moment
                 left_s = deadline - time.monotonic()
-                report = sending.wait_for_share(f"{ShareKey.REPORT}/{share}", timeout_s=max(0.0, min(_LOOK_S, left_s)))
-                if report is None and not hurry and sending.has_votes():
+                report = _note(sending, ShareKey.REPORT, share, timeout_s=min(_LOOK_S, left_s))
+                if report is None and not hurry and sending.votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
-            kind, why = _read(report, rank)
-            if kind is ShareKind.LOST:
-                raise CommError(f"the transfer of sending rank {rank} broke", why=why, fix="look at its log")
+            found = _read(report, rank)
+            if found.kind is ShareKind.LOST:
+                raise CommError(f"the transfer of sending rank {rank} broke", why=found.detail, fix="look at its log")
 
     def changed(self, sending: SenderRound) -> list[int | None]:
         """Return how many checksums of each other share the committed version has changed; None if unknown."""
         deadline, changed = time.monotonic() + self._limits.votes_s, list[int | None]()
         for share, _ in self._others:
-            left_s = max(0.0, deadline - time.monotonic())
-            found = sending.wait_for_share(f"{ShareKey.CHANGED}/{share}", timeout_s=left_s) or b""
+            found = _note(sending, ShareKey.CHANGED, share, timeout_s=deadline - time.monotonic()) or b""
             changed.append(int(found) if found.isdigit() else None)
         return changed
 
@@ -178,11 +186,10 @@ class Reports:
         """Tell the other senders that the round is lost. Raises TransferFailedError if one failed or is silent."""
         if not self._others:
             return
-        sending.channel.put_note(sending.proposal, ShareKey.STOP, "", note=Note.SHARE)
+        sending.channel.write(sending.proposal, Note.SHARE, name=ShareKey.STOP)
         deadline = time.monotonic() + self._limits.votes_s
         for share, rank in self._others:
-            left_s = max(0.0, deadline - time.monotonic())
-            _read(sending.wait_for_share(f"{ShareKey.REPORT}/{share}", timeout_s=left_s), rank)
+            _read(_note(sending, ShareKey.REPORT, share, timeout_s=deadline - time.monotonic()), rank)
 
     def forget(self, sending: SenderRound) -> None:
         """Delete the round's reports."""
@@ -190,10 +197,14 @@ class Reports:
             return
         keys = [f"{kind}/{share}" for share, _ in self._others for kind in (ShareKey.REPORT, ShareKey.CHANGED)]
         for key in [*keys, ShareKey.STOP]:
-            sending.channel.forget_note(sending.proposal, key, note=Note.SHARE)
+            sending.channel.erase(sending.proposal, Note.SHARE, name=key)
 
 
-def _read(report: bytes | None, rank: int) -> tuple[ShareKind, str]:
+def _note(sending: SenderRound, key: ShareKey, share: int, *, timeout_s: float) -> bytes | None:
+    return sending.channel.read(sending.proposal, Note.SHARE, name=f"{key}/{share}", timeout_s=timeout_s)
+
+
+def _read(report: bytes | None, rank: int) -> ShareReport:
     """Read a sender's report. Raises TransferFailedError if it says so, is malformed, or is missing."""
     if report is None:
         raise TransferFailedError(
@@ -201,14 +212,14 @@ def _read(report: bytes | None, rank: int) -> tuple[ShareKind, str]:
             why="it did not report about its share of the version, so it is dead or hangs",
             fix="look at that rank's log, then publish again",
         )
-    kind, why = read_message("a sending rank's report", report, ShareKind)
-    if kind is ShareKind.FAILED:
+    found = ShareReport.read(report)
+    if found.kind is ShareKind.FAILED:
         raise TransferFailedError(
             f"rank {rank} of the senders could not send its share",
-            why=why,
+            why=found.detail,
             fix="look at that rank's log, then publish again",
         )
-    return kind, why
+    return found
 
 
 # -- the ranks above 0 ----------------------------------------------------------------------------------------------
@@ -234,8 +245,7 @@ class Follower:
         self._group, self._backend, self._slabs, self._transports = group, backend, slabs, transports
         self._ranks = sender_ranks(senders, group.size)
         if senders > 1:
-            payloads = {key: transport.payload for key, transport in transports.items()}
-            self._channel, self._watched = (ControlChannel(store, name=name, payloads=payloads) for _ in range(2))
+            self._channel, self._watched = (ControlChannel(store, name=name, transports=transports) for _ in range(2))
         self._agreed: tuple[WeightLayout, Shares] | None = None
         self._end: TransportSender | None = None
         self._sums = ChangedSums()
@@ -287,22 +297,11 @@ class Follower:
                 why="rank 0 has forgotten it, or uses another store",
                 fix="use one store on all ranks",
             )
-        report = None
         if self._group.rank in self._ranks:
-            report = _Report(self._watched, proposal, self._ranks.index(self._group.rank))
-        with _failure_in(report):
-            layout, shares = self._agree(proposal)
-        mine = WeightSource.of_known_layout(lambda: self._tensors(source, shares.gatherers))
-        if report is None:
-            for _ in mine:
+            self._send(proposal, source, _Report(self._watched, proposal, self._ranks.index(self._group.rank)))
+        else:
+            for _ in self._tensors(source, self._agree(proposal)[1].gatherers):
                 pass
-            return
-        reader = TensorReader(layout, mine, shares=shares, share=report.share)
-        reader.begin()
-        try:
-            self._send(proposal, layout, reader, report)
-        finally:
-            reader.close()
 
     def _agree(self, proposal: Proposal) -> tuple[WeightLayout, Shares]:
         """Return the proposal's layout and shares, which are kept while the layout stays the same."""
@@ -312,51 +311,57 @@ class Follower:
             self._agreed = layout, Shares(layout, self._ranks)
         return self._agreed
 
-    def _end_for(self, proposal: Proposal, layout: WeightLayout, share: int) -> TransportSender:
-        if self._end is None:
-            context = SenderContext(
-                store=self._channel.store,
-                epoch=proposal.epoch,
-                layout=layout,
-                backend=self._backend,
-                limits=Limits(proposal.timeout_s),
-                slabs=self._slabs,
-                versions=1,
-                senders=len(self._ranks),
-                share=share,
-            )
-            self._end = self._transports[proposal.transport].sender(context)
-        return self._end
-
-    def _send(self, proposal: Proposal, layout: WeightLayout, reader: TensorReader, report: _Report) -> None:
-        sending = SenderRound(proposal, self._channel, Membership(self._channel))
+    def _send(self, proposal: Proposal, source: WeightSource, report: _Report) -> None:
+        sending, reader = SenderRound(proposal, self._channel, Membership(self._channel)), None
         try:
-            end = self._end_for(proposal, layout, report.share)
-            with torch.no_grad(), stopped_by_rank_0(report, end):
+            layout, shares = self._agree(proposal)
+            mine = WeightSource.of_known_layout(lambda: self._tensors(source, shares.gatherers))
+            reader = TensorReader(layout, mine, shares=shares, share=report.share)
+            reader.begin()
+            end = self._end = self._end or self._new_end(proposal, layout, report.share)
+
+            def stop() -> None:  # a receiver may hang in the groups of this rank only, and rank 0 cannot abort those
+                report.write(ShareKind.LOST, "rank 0 ended the round")
+                end.abort()  # repeatedly, because it may be about to connect
+
+            with torch.no_grad(), aborted_when(report.is_stopped, stop):
                 sums = end.send(sending, reader, StageClock())
             report.write(ShareKind.SENT)
             self._report_changes(proposal, layout, sums, share=report.share)
-        except CommError as exc:
-            report.write(ShareKind.LOST, first_line(exc))
-            self._abort()
         except BaseException as exc:
-            report.write(ShareKind.FAILED, in_one_line(exc))
-            self._abort()
-            raise
+            lost = isinstance(exc, CommError) and reader is not None  # without a read the ranks are out of step
+            report.write(ShareKind.LOST if lost else ShareKind.FAILED, first_line(exc) if lost else in_one_line(exc))
+            if self._end is not None:
+                self._end.abort()
+            if not lost:
+                raise
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _new_end(self, proposal: Proposal, layout: WeightLayout, share: int) -> TransportSender:
+        context = SenderContext(
+            store=self._channel.store,
+            epoch=proposal.epoch,
+            layout=layout,
+            backend=self._backend,
+            limits=proposal.limits,
+            slabs=self._slabs,
+            versions=1,
+            senders=len(self._ranks),
+            share=share,
+        )
+        return self._transports[proposal.transport].sender(context)
 
     def _report_changes(self, proposal: Proposal, layout: WeightLayout, sums: torch.Tensor, *, share: int) -> None:
         """Wait for the decision; then the device has sent, or rank 0 has ended the round and nobody asks."""
-        decision, deadline = None, time.monotonic() + Limits(proposal.timeout_s).decision_s
+        decision, deadline = None, time.monotonic() + proposal.limits.decision_s
         while decision is None and self._channel.newest() <= proposal.number and time.monotonic() < deadline:
-            decision = self._channel.wait_for_decision(proposal, timeout_s=_LOOK_S)
+            decision = self._channel.decision(proposal, timeout_s=_LOOK_S)
         if decision is not None and decision.kind is DecisionKind.COMMITTED:
             changed = self._sums.count(layout, sums)
             text = "" if changed is None else str(changed)
-            self._channel.put_note(proposal, f"{ShareKey.CHANGED}/{share}", text, note=Note.SHARE)
-
-    def _abort(self) -> None:
-        if self._end is not None:
-            self._end.abort()
+            self._channel.write(proposal, Note.SHARE, text, name=f"{ShareKey.CHANGED}/{share}")
 
 
 class _Report:
@@ -375,46 +380,11 @@ class _Report:
         with self._lock:
             if not self._written:
                 self._written = True
-                key, text = f"{ShareKey.REPORT}/{self.share}", write_message(kind, why)
+                key, text = f"{ShareKey.REPORT}/{self.share}", ShareReport(kind, why).to_json()
                 with contextlib.suppress(CommError):
-                    self._channel.put_note(self._proposal, key, text, note=Note.SHARE)
+                    self._channel.write(self._proposal, Note.SHARE, text, name=key)
 
     def is_stopped(self) -> bool:
         """Return whether rank 0 has ended the round."""
-        stop = self._channel.wait_for_note(self._proposal, ShareKey.STOP, timeout_s=0.0, note=Note.SHARE)
+        stop = self._channel.read(self._proposal, Note.SHARE, name=ShareKey.STOP)
         return stop is not None or self._channel.decision(self._proposal) is not None
-
-
-@contextlib.contextmanager
-def _failure_in(report: _Report | None) -> Iterator[None]:
-    """Report an error to rank 0, which otherwise waits for this rank; then raise it."""
-    try:
-        yield
-    except BaseException as exc:
-        if report is not None:
-            report.write(ShareKind.FAILED, in_one_line(exc))
-        raise
-
-
-@contextlib.contextmanager
-def stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
-    """End the operations of ``end`` when rank 0 ends the round.
-
-    A receiver may hang in the groups of this rank only, and rank 0 cannot abort those.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        with contextlib.suppress(CommError):
-            while not done.wait(_LOOK_S):
-                if report.is_stopped():
-                    report.write(ShareKind.LOST, "rank 0 ended the round")
-                    end.abort()  # repeatedly, because it may be about to connect
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

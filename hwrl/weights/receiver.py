@@ -35,11 +35,8 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import Proposal, VoteKind
 from hwrl.weights.registrations import LinkRegistrations
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport
+from hwrl.weights.transport import Cancellation, Transport
 from hwrl.weights.transports import TRANSPORTS
-
-TIMING = ReceiverTiming()
-"""How often and how long receivers wait, unless the caller says otherwise."""
 
 
 class Received(Mapping[str, torch.Tensor]):
@@ -100,7 +97,6 @@ class WeightReceiver:
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
-        timing: ReceiverTiming = TIMING,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         backend = backend_or_default(backend)
@@ -108,7 +104,7 @@ class WeightReceiver:
         self._keeps_old = into is None and loader is None
         self._cancellation = Cancellation()
         make_destination = _destination_factory(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
-        waiting: dict[str, Any] = {"timing": timing, "transports": transports, "cancellation": self._cancellation}
+        waiting: dict[str, Any] = {"transports": transports, "cancellation": self._cancellation}
         self._intake = WeightIntake(
             store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
         )

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from hwrl.comm import Store
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.weights.control import ControlChannel
-from hwrl.weights.messages import Abandonment, DecisionKind, Limits, Proposal, Start
+from hwrl.weights.control import ControlChannel, Note
+from hwrl.weights.messages import Abandonment, DecisionKind, Proposal
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Transport
+from hwrl.weights.transport import RECEIVER_LOOK_S, Cancellation, ReceiverRound, Transport
 from hwrl.weights.transports import TRANSPORTS
 
 _CHECK_S = 0.5
@@ -36,16 +36,14 @@ class LinkRegistrations:
         name: str,
         replicas: Sequence[str],
         newest: bool = True,
-        timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
         cancellation: Cancellation | None = None,
     ) -> None:
         self._transports = transports
         self._cancellation = cancellation or Cancellation()
         self._abandoned = 0  # the number of the last abandonment that was read
-        payloads = {key: transport.payload for key, transport in transports.items()}
-        self.channel = ControlChannel(store, name=name, payloads=payloads)
-        self.replicas, self._timing = tuple(replicas), timing
+        self.channel = ControlChannel(store, name=name, transports=transports)
+        self.replicas = tuple(replicas)
         self._done = 0  # proposals up to this number were taken, aborted or ignored
         self._checked_s = -math.inf  # when poll last checked that no member is excluded
         self.numbers: tuple[int, ...] = ()
@@ -112,7 +110,7 @@ class LinkRegistrations:
                     why=f"the newest version here is {have}",
                     fix="check that the sender is alive; poll() says without waiting whether there is a version",
                 )
-            self.channel.wait_for_newer(newest, timeout_s=min(self._timing.look_s, left_s))
+            self.channel.wait_for_newer(newest, timeout_s=min(RECEIVER_LOOK_S, left_s))
 
     def begin(self, proposal: Proposal) -> int:
         """Count all proposals up to this one as handled. Return the previous limit, for :meth:`undo`."""
@@ -138,18 +136,16 @@ class LinkRegistrations:
             return True
         members = [pair for pair in zip(self.numbers, self.replicas, strict=True) if pair[0] in proposal.to]
         for number, _ in members:
-            self.channel.report_ready(proposal, number)
-        first = MemberRound(proposal, self.channel, *members[0], self._timing, self._cancellation)
+            self.channel.write(proposal, Note.READY, member=number)
         with (clock or StageClock())("rendezvous"):
-            return first.wait_for_start() is Start.GO
+            return ReceiverRound(proposal, self.channel, *members[0], self._cancellation).wait_for_start()
 
     def next_deadline(self, proposal: Proposal, deadline: float) -> float:
         """Return the later deadline after the aborted ``proposal``, for the sender may need its time for the next one.
 
         Both are on the monotonic clock.
         """
-        limits = Limits(proposal.timeout_s, self._timing.slack_s)
-        return max(deadline, time.monotonic() + limits.start_s)
+        return max(deadline, time.monotonic() + proposal.limits.start_s)
 
     @property
     def _name(self) -> str:

@@ -97,7 +97,7 @@ class WeightSender:
         self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
         self._versions = versions
         self._limits = Limits(float(timeout_s), patience_s=patience_s)
-        self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
+        self._channel = ControlChannel(store, name=name, transports=transports)
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()
         self._content = self._contents = 0  # the content of the newest version; the number of contents so far

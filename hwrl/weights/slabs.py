@@ -344,7 +344,7 @@ class Checksums:
 
     def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
         rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
-        self.slabs = len(rows)
+        self.layout, self.slabs = layout, len(rows)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._begins = list(itertools.accumulate(rows, initial=0))
         self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Named tensors that a transfer can read as often as it needs. ``a + b`` reads ``a``, then ``b``.
+    """Named tensors that a transfer can read as often as it needs.
 
     ``metadata`` returns an iterator of names and tensors with the right dtypes and shapes. Meta tensors are enough, but
     only real ones show that they are contiguous in one storage. Two names of the same meta tensor object mean tied
@@ -101,14 +101,6 @@ class WeightSource:
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return self.read()
-
-    def __add__(self, other: WeightSource) -> WeightSource:
-        return WeightSource(
-            lambda: _chained(self.metadata, other.metadata),
-            lambda: _chained(self.read, other.read),
-            self.holds_tensors and other.holds_tensors,
-            self.one_shot or other.one_shot,
-        )
 
 
 Weights = WeightSource | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
@@ -196,11 +188,6 @@ def _described(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     for name, tensor in named:
         is_shard = isinstance(tensor, DTensor | WeightShard)
         yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_shard else tensor
-
-
-def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
-    for read in reads:
-        yield from read()
 
 
 # -- whole tensors out of shards -------------------------------------------------------------------------------------

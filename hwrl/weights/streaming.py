@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommAbortedError
 from hwrl.interfaces import Backend
-from hwrl.weights.destination import RING_NBYTES
 from hwrl.weights.layout import NamedTensor
-from hwrl.weights.receiver import TIMING, Received, WeightReceiver
-from hwrl.weights.transport import ReceiverTiming, Transport
-from hwrl.weights.transports import TRANSPORTS
+from hwrl.weights.receiver import Received, WeightReceiver
 
 
 class IncomingVersion:
@@ -122,34 +120,10 @@ class StreamReceiver:
     decision. While the caller does not iterate, the sender waits, up to its ``timeout_s``.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        name: str = "policy",
-        replica: str,
-        backend: Backend | None = None,
-        slabs: int = 8,
-        ring_nbytes: int = RING_NBYTES,
-        newest: bool = True,
-        timing: ReceiverTiming = TIMING,
-        transports: Mapping[str, Transport] = TRANSPORTS,
-    ) -> None:
-        self._backend = backend_or_default(backend)
-        self._loader = _NewestStream()
+    def __init__(self, store: Store, *, replica: str, backend: Backend | None = None, **options: Any) -> None:
+        self._backend, self._loader = backend_or_default(backend), _NewestStream()
         self._incoming: IncomingVersion | None = None
-        self._receiver = WeightReceiver(
-            store,
-            name=name,
-            replica=replica,
-            backend=self._backend,
-            loader=self._loader,
-            slabs=slabs,
-            ring_nbytes=ring_nbytes,
-            newest=newest,
-            timing=timing,
-            transports=transports,
-        )
+        self._receiver = WeightReceiver(store, replica=replica, backend=self._backend, loader=self._loader, **options)
         self.join, self.poll, self.release = self._receiver.join, self._receiver.poll, self._receiver.release
         self.cancel = self._receiver.cancel
 

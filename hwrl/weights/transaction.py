@@ -18,9 +18,9 @@ import torch
 
 from hwrl.comm import Group
 from hwrl.errors import CommError, TransferFailedError, in_one_line
-from hwrl.weights.control import ControlChannel
+from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Decision, DecisionKind, Proposal, Start, VoteKind
+from hwrl.weights.messages import DecisionKind, Proposal, VoteKind
 from hwrl.weights.ranks import Reports, read_together
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares
@@ -335,8 +335,9 @@ class Transaction:
             self._exclude(silent, f"it was not ready to receive within {timeout_s:g} s")
             if not late:
                 self._link.membership.note_at_risk(proposal.to)
-            self._link.channel.start(proposal, Start.WITHDRAWN if late else Start.GO)
+                self._link.channel.write(proposal, Note.START)
         if late:
+            self._link.channel.decide(proposal, DecisionKind.AGAIN)
             self._last_failure = f"{len(late)} of {len(proposal.to)} receivers were not ready or were replaced"
             return False
         self._link.forget_proposals_before(proposal)
@@ -376,18 +377,16 @@ class Transaction:
 
     def _decide(self, sending: SenderRound, silent: Sequence[int], failure: tuple[str, str] | None) -> bool:
         link, proposal = self._link, sending.proposal
-        votes = {member: link.channel.vote(proposal, member) for member in proposal.to if member not in silent}
-        torn = {
-            member: vote.detail for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.TORN
-        }
+        votes = sending.votes(but=silent)
+        torn = {member: vote.detail for member, vote in votes.items() if vote.kind is VoteKind.TORN}
         broken = failure[0] if failure is not None else next(iter(torn.values()), "")
         self._exclude(silent, f"it was lost in the transfer ({broken})" if broken else "it did not vote in time")
         for member, vote in votes.items():
-            if vote is not None and vote.kind is VoteKind.CORRUPT:
+            if vote.kind is VoteKind.CORRUPT:
                 self._exclude([member], f"it received other bytes than were sent ({vote})")
-            elif vote is not None and vote.kind is VoteKind.FAILED:
+            elif vote.kind is VoteKind.FAILED:
                 self._exclude_failed(member, f"it failed: {vote.detail}")
-        whole = [member for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.WHOLE]
+        whole = [member for member, vote in votes.items() if vote.kind is VoteKind.WHOLE]
         names = link.membership.members
         committed = bool(whole) and not torn
         if not committed or silent:
@@ -399,7 +398,7 @@ class Transaction:
             _log.warning("version %s was not committed; %s", self._outgoing.version, self._last_failure)
         if committed:
             link.membership.note_committed(whole, self._outgoing.content)
-        link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
+        link.channel.decide(proposal, DecisionKind.COMMITTED if committed else DecisionKind.AGAIN)
         sending.votes_counted = True
         if committed:
             link.note_committed(self._outgoing, self._sums, link.reports.changed(sending))

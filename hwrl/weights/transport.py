@@ -6,13 +6,13 @@ A new transport is a payload class and two ends, in a package of its own with an
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -23,12 +23,13 @@ from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Decision, Limits, Proposal, Start, TransportPayload, Vote
+from hwrl.weights.messages import Decision, Limits, Proposal, TransportPayload, Vote
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader
 
 _LOOK_S = 0.5  # how often a waiting sender checks whether receivers have left
-_Found = TypeVar("_Found")
+RECEIVER_LOOK_S = 0.2
+"""How often a waiting receiver looks for what would end its wait."""
 
 
 # -- what a transport implements ------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class SenderRound:
         """
         began_s = time.monotonic()
         late: Sequence[int] = self.proposal.to
-        for late in self._look(functools.partial(self.channel.missing, self.proposal, Note.READY), timeout_s):
+        for late in self._look(Note.READY, timeout_s):
             self.seen.update(member for member in self.proposal.to if member not in late)
             gone = self.gone()  # it may have been ready and then cancelled
             if gone:
@@ -204,38 +205,36 @@ class SenderRound:
         """
         silent: Sequence[int] = self.proposal.to
         broken_since_s: float | None = None
-        for silent in self._look(functools.partial(self.channel.missing, self.proposal, Note.VOTE), timeout_s):
+        for silent in self._look(Note.VOTE, timeout_s):
             if silent and set(silent) <= set(self.gone()):
                 break
-            if on_broken is not None and broken_since_s is None and silent and self._has_broken(silent):
-                broken_since_s = time.monotonic()
-                on_broken()
+            if on_broken is not None and broken_since_s is None and silent:
+                if any(vote.kind.is_broken for vote in self.votes(but=silent).values()):
+                    broken_since_s = time.monotonic()
+                    on_broken()
             elif broken_since_s is not None and time.monotonic() - broken_since_s >= broken_s:
                 break
         return silent
 
     def tell(self, key: str, text: str) -> None:
         """Write a transport note for all receivers, under a key of the transport's choice."""
-        self.channel.put_note(self.proposal, key, text)
+        self.channel.write(self.proposal, Note.TRANSPORT, text, name=key)
 
-    def wait_for_share(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Wait for the note ``key`` of another sending rank; return None after ``timeout_s``."""
-        return self.channel.wait_for_note(self.proposal, key, timeout_s=timeout_s, note=Note.SHARE)
-
-    def has_votes(self) -> bool:
-        """Return whether a receiver has voted."""
-        return any(self.channel.vote(self.proposal, member) is not None for member in self.proposal.to)
+    def votes(self, *, but: Collection[int] = ()) -> dict[int, Vote]:
+        """Return the votes so far, by member, of all receivers ``but`` these."""
+        votes = {member: self.channel.vote(self.proposal, member) for member in self.proposal.to if member not in but}
+        return {member: vote for member, vote in votes.items() if vote is not None}
 
     def wait_for_all(self, key: str, *, timeout_s: float) -> None:
         """Wait until every receiver has written its transport note ``key``.
 
         Raises CommError if a receiver left or voted instead, and CommTimeoutError after ``timeout_s``.
         """
-        missing = functools.partial(self.channel.missing_note, self.proposal, key)
         late: Sequence[int] = ()
-        for late in self._look(missing, timeout_s):
+        for late in self._look(Note.TRANSPORT, timeout_s, name=key):
             stopped = late and (self.gone() or any(self.channel.vote(self.proposal, member) for member in late))
-            if stopped and missing(late, timeout_s=0.0):  # it may have written the note just before its vote
+            # It may have written the note just before its vote.
+            if stopped and self.channel.missing(self.proposal, Note.TRANSPORT, late, timeout_s=0.0, name=key):
                 raise CommError(
                     "a receiver stopped reading",
                     why=f"a receiver left, or one of {late} voted before it wrote {key!r}",
@@ -250,35 +249,24 @@ class SenderRound:
 
     def forget(self, key: str, *, of_receivers: bool) -> None:
         """Delete the transport note ``key``: the receivers' or the sender's."""
-        for member in self.proposal.to if of_receivers else [None]:
-            self.channel.forget_note(self.proposal, key, member=member)
+        members: Sequence[int | None] = self.proposal.to if of_receivers else [None]
+        self.channel.erase(self.proposal, Note.TRANSPORT, members=members, name=key)
 
-    def _look(self, missing: Callable[..., list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
-        """Yield the late members every half second, until none is late or ``timeout_s`` has passed. Look once at least.
+    def _look(self, note: Note, timeout_s: float, *, name: str = "") -> Iterator[Sequence[int]]:
+        """Yield the members without ``note`` every half second, until none is left or ``timeout_s`` has passed.
 
-        What the caller does between two looks counts, too.
+        Look once at least. What the caller does between two looks counts, too.
         """
         late: Sequence[int] = self.proposal.to
         deadline = time.monotonic() + timeout_s
         left_s = timeout_s
         while late:
-            late = missing(late, timeout_s=max(0.0, min(_LOOK_S, left_s)))
+            wait_s = max(0.0, min(_LOOK_S, left_s))
+            late = self.channel.missing(self.proposal, note, late, timeout_s=wait_s, name=name)
             yield late
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-
-    def _has_broken(self, silent: Collection[int]) -> bool:
-        votes = (self.channel.vote(self.proposal, member) for member in self.proposal.to if member not in silent)
-        return any(vote is not None and vote.kind.is_broken for vote in votes)
-
-
-@dataclass(frozen=True)
-class ReceiverTiming:
-    """How a receiver waits: it checks the store every ``look_s``, and gives the sender ``slack_s`` more time."""
-
-    look_s: float = 0.2
-    slack_s: float = 10.0
 
 
 class Cancellation:
@@ -301,21 +289,46 @@ class Cancellation:
             raise CommAbortedError("the receive was cancelled", why="its owner called cancel()", fix="receive again")
 
 
+@contextlib.contextmanager
+def aborted_when(is_over: Callable[[], bool], abort: Callable[[], object], *, after_s: float = 0.0) -> Iterator[None]:
+    """Call ``abort`` repeatedly, from another thread, while ``is_over`` and the block has not ended.
+
+    Looks from ``after_s`` seconds on. A collective library may hold the block in an operation whose peer has left.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(RECEIVER_LOOK_S):
+            with contextlib.suppress(CommError, TransferFailedError):  # the block meets these by itself
+                over = is_over()
+                with lock:
+                    if over and not ended.is_set():
+                        abort()
+
+    watch = threading.Timer(after_s, look)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+        with lock:  # so that nothing is aborted after the block
+            ended.set()
+
+
 @dataclass(frozen=True)
-class MemberRound:
-    """One attempt to commit a proposal, seen from one of its members."""
+class ReceiverRound:
+    """One attempt to commit a proposal, seen from one of its members.
+
+    ``deadline``, on the monotonic clock, limits the wait for a stored version to be complete.
+    """
 
     proposal: Proposal
     channel: ControlChannel
     member: int
     replica: str
-    timing: ReceiverTiming
     cancellation: Cancellation
-
-    @property
-    def limits(self) -> Limits:
-        """How long to wait for the sender."""
-        return Limits(self.proposal.timeout_s, self.timing.slack_s)
+    deadline: float = math.inf
 
     @property
     def rank(self) -> int:
@@ -328,66 +341,33 @@ class MemberRound:
 
     def cast(self, vote: Vote) -> None:
         """Write this member's vote."""
-        self.channel.cast_vote(self.proposal, self.member, vote)
+        self.channel.write(self.proposal, Note.VOTE, vote.to_json(), member=self.member)
 
-    def wait_for_start(self) -> Start | None:
-        """Wait for the sender's answer to READY; return None if the proposal ended without it."""
-        return self._wait(Note.START, self.channel.wait_for_start, self.limits.start_s)
+    def wait_for_start(self) -> bool:
+        """Wait for the sender's answer to READY; return whether the transfer begins."""
+        return self._wait(Note.START, limit_s=self.proposal.limits.start_s) is not None
 
     def wait_for_decision(self) -> Decision | None:
         """Wait for the sender's decision; return None if another proposal or sender has come instead."""
-        return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
+        found = self._wait(Note.DECISION, limit_s=self.proposal.limits.decision_s)
+        return None if found is None else Decision.read(found)
 
     def is_over(self) -> bool:
         """Return whether the sender has decided, or another proposal or sender has come instead."""
-        return self._is_replaced() or self.channel.decision(self.proposal) is not None
-
-    def _wait(self, name: str, find: Callable[..., _Found | None], limit_s: float) -> _Found | None:
-        """Wait for a note of the sender; return None if its decision, another proposal or another sender came first."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            left_s = deadline - time.monotonic()
-            found = find(self.proposal, timeout_s=min(self.timing.look_s, max(0.0, left_s)))
-            self.channel.check_member(self.member, self.replica)
-            if found is not None:
-                return found
-            self.cancellation.check()
-            if self._is_replaced() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):
-                return find(self.proposal, timeout_s=0.0)  # the note may have been written just before
-            if left_s <= 0:
-                raise TransferFailedError(
-                    f"version {self.proposal.version} was not committed in {self.replica!r}",
-                    why=f"the sender's {str(name)!r} did not come within {limit_s:g} s; its timeout_s is "
-                    f"{self.proposal.timeout_s:g} s",
-                    fix="check that the sender is alive, then receive again",
-                )
-
-    def _is_replaced(self) -> bool:
-        return not self.is_newest() or self.channel.epoch() != self.proposal.epoch
-
-
-@dataclass(frozen=True)
-class ReceiverRound(MemberRound):
-    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock."""
-
-    layout: WeightLayout
-    deadline: float
+        replaced = not self.is_newest() or self.channel.epoch() != self.proposal.epoch
+        return replaced or self.channel.decision(self.proposal) is not None
 
     def tell(self, key: str) -> None:
         """Write this receiver's transport note ``key``."""
-        self.channel.put_note(self.proposal, key, "", member=self.member)
+        self.channel.write(self.proposal, Note.TRANSPORT, member=self.member, name=key)
 
     def find_note(self, key: str) -> bytes | None:
         """Return the sender's transport note ``key`` if it exists, else None. One short round trip."""
-        return self.channel.wait_for_note(self.proposal, key, timeout_s=0.0)
+        return self.channel.read(self.proposal, Note.TRANSPORT, name=key)
 
     def wait_for_note(self, key: str) -> bytes:
         """Wait for the sender's transport note ``key``. Raises CommError if the proposal ends without it."""
-
-        def find(proposal: Proposal, *, timeout_s: float) -> bytes | None:
-            return self.channel.wait_for_note(proposal, key, timeout_s=timeout_s)
-
-        found = self._wait(key, find, self.limits.decision_s)
+        found = self._wait(Note.TRANSPORT, limit_s=self.proposal.limits.decision_s, name=key)
         if found is None:
             raise CommError(
                 "the sender gave up",
@@ -395,3 +375,24 @@ class ReceiverRound(MemberRound):
                 fix="look at the sender's log, then receive again",
             )
         return found
+
+    def _wait(self, note: Note, *, limit_s: float, name: str = "") -> bytes | None:
+        """Wait for a note of the sender; return None if its decision, another proposal or another sender came first."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            left_s = deadline - time.monotonic()
+            wait_s = max(0.0, min(RECEIVER_LOOK_S, left_s))
+            found = self.channel.read(self.proposal, note, name=name, timeout_s=wait_s)
+            self.channel.check_member(self.member, self.replica)
+            if found is not None:
+                return found
+            self.cancellation.check()
+            if self.is_over():
+                return self.channel.read(self.proposal, note, name=name)  # it may have been written just before
+            if left_s <= 0:
+                raise TransferFailedError(
+                    f"version {self.proposal.version} was not committed in {self.replica!r}",
+                    why=f"the sender's {name or str(note)!r} did not come within {limit_s:g} s; its timeout_s is "
+                    f"{self.proposal.timeout_s:g} s",
+                    fix="check that the sender is alive, then receive again",
+                )

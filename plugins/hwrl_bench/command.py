@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weights, loads, offload, checkpoints, async runs, the ledger, LoRA, calls, plans"
+HELP = "measure training, generation, weights, loads, offload, checkpoints, async runs, the ledger, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
@@ -14,7 +14,6 @@ BENCHMARKS = {
     "async": "hwrl_bench.async_training",
     "ledger": "hwrl_bench.ledger",
     "path": "hwrl_bench.whole_path",
-    "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
     "load": "hwrl_bench.load",

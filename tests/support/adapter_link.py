@@ -86,12 +86,11 @@ class Replica:
 class Trainer:
     """A sender with weights of its own for each version."""
 
-    def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
+    def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1) -> None:
         self.base, self._seed, self.transport = trained(seed)[0], seed, transport
         self.sender = PolicySender(
             lambda name: sender_of(store, name=name, transport=transport),
             base=base,
-            always_base=always,
             metadata={INCARNATION: 0},
         )
 

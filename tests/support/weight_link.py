@@ -37,8 +37,7 @@ def receiver_of(store: Store, replica: str = "r0", **options: Any) -> WeightRece
 
 def channel_of(store: Store) -> ControlChannel:
     """Return the control channel of the link, to do by hand the work of its two ends."""
-    payloads = {name: transport.payload for name, transport in TRANSPORTS.items()}
-    return ControlChannel(store, name="policy", payloads=payloads)
+    return ControlChannel(store, name="policy", transports=TRANSPORTS)
 
 
 def newest_proposal(store: Store) -> Proposal:

@@ -21,7 +21,6 @@ from hwrl.weights import (
     Destination,
     EngineReceiver,
     LinkRegistrations,
-    ReceiverTiming,
     SlabRing,
     TensorStream,
     WeightLayout,
@@ -258,8 +257,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
         return CopyDestination(layout, rules, backend=CPU, slabs=2)
 
     receiver = EngineReceiver(worker, backend=CPU, make_destination=make_destination)
-    timing = ReceiverTiming()
-    members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"], timing=timing)
+    members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"])
     for version in (1, 2, 3, 4):
         if version == 4:
             receiver.release()  # the engine sleeps

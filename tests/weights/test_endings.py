@@ -12,10 +12,10 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommError, ConfigError, LayoutMismatchError, TransferFailedError
-from hwrl.weights import ReceiverTiming, WeightSender, WeightSource
+from hwrl.weights import WeightSender, WeightSource
 from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Start, Vote, VoteKind
+from hwrl.weights.messages import Vote, VoteKind
 from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
@@ -186,14 +186,17 @@ class Instant(DeviceReceiver):
 
 
 @pytest.mark.parametrize("note", ["start", "decision"])
-def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(store: Store, note: str) -> None:
-    options: dict[str, Any] = {"timing": ReceiverTiming(slack_s=0.1), "transports": received_by("device", Instant)}
-    with sender_of(store) as sender, receiver_of(store, **options) as receiver:
+def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(
+    store: Store, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwrl.weights.messages.SLACK_S", 0.1)
+    transports = received_by("device", Instant)
+    with sender_of(store) as sender, receiver_of(store, transports=transports) as receiver:
         exchange(sender, [receiver], 1)
         channel, newest = channel_of(store), newest_proposal(store)
         dead = replace(newest, number=newest.number + 1, version=2, timeout_s=0.2)
         if note == "decision":
-            channel.start(dead, Start.GO)
+            channel.write(dead, Note.START)
         channel.propose(dead)
         begin = time.monotonic()
         limit_s = {"start": 0.3, "decision": 0.5}[note]
@@ -281,8 +284,8 @@ class _VotesMeanwhile(Membership):
         proposal = self._channel.proposal(self._channel.newest())
         assert proposal is not None
         (member,) = proposal.to
-        self._channel.put_note(proposal, "read", "", member=member)
-        self._channel.cast_vote(proposal, member, Vote(VoteKind.WHOLE))
+        self._channel.write(proposal, Note.TRANSPORT, member=member, name="read")
+        self._channel.write(proposal, Note.VOTE, Vote(VoteKind.WHOLE).to_json(), member=member)
 
 
 def test_a_receiver_that_has_read_all_and_voted_has_not_stopped_reading(store: Store) -> None:

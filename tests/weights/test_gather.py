@@ -33,7 +33,6 @@ def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Ten
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
         engine = FsdpEngine(settings_for(model_directory), backend=backend, group=group)
         everything = WeightSource(engine.weights_metadata, engine.named_weights)
-        everything += WeightSource(engine.adapter_metadata, engine.named_adapter)
         whole: dict[str, torch.Tensor] = {}
 
         def lead() -> None:

@@ -22,7 +22,7 @@ from hwrl.errors import (
     ReceiverExcludedError,
     TransferFailedError,
 )
-from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
+from hwrl.weights import TRANSPORTS, WeightReceiver, WeightSource
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import TensorReader
@@ -223,10 +223,8 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
 
 
 def test_an_offer_that_comes_between_two_looks_is_not_overslept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        sender_of(store, transport="host") as sender,
-        receiver_of(store, timing=ReceiverTiming(look_s=1000.0)) as receiver,
-    ):
+    monkeypatch.setattr("hwrl.weights.registrations.RECEIVER_LOOK_S", 1000.0)
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
         look, looks = ControlChannel.newest, 0
 
         def look_and_be_late(channel: ControlChannel) -> int:

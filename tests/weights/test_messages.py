@@ -10,7 +10,6 @@ from hwrl.errors import TransferFailedError
 from hwrl.weights import TRANSPORTS
 from hwrl.weights.messages import Decision, Proposal, Vote
 
-_PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}
 _PROPOSAL: dict[str, Any] = {
     "number": 1,
     "epoch": 1,
@@ -27,9 +26,9 @@ _PROPOSAL: dict[str, Any] = {
 
 
 def test_a_proposal_is_read_as_it_was_written() -> None:
-    proposal = Proposal.read(json.dumps(_PROPOSAL).encode(), _PAYLOADS)
+    proposal = Proposal.read(json.dumps(_PROPOSAL).encode(), TRANSPORTS)
     assert json.loads(json.dumps(asdict(proposal))) == _PROPOSAL
-    assert isinstance(proposal.payload, _PAYLOADS["device"])
+    assert isinstance(proposal.payload, TRANSPORTS["device"].payload)
 
 
 _WRONG: list[dict[str, Any]] = [
@@ -53,13 +52,13 @@ _UNREADABLE = [b"", b"[]", b"{}", b'{"number":1}', b"\xff", b"[" * 100_000]
 @pytest.mark.parametrize("text", [*_UNREADABLE, *(json.dumps({**_PROPOSAL, **wrong}).encode() for wrong in _WRONG)])
 def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
     with pytest.raises(TransferFailedError, match="a proposal cannot be read"):
-        Proposal.read(text, _PAYLOADS)
+        Proposal.read(text, TRANSPORTS)
 
 
 def test_a_proposal_of_an_unknown_transport_says_how_to_know_it() -> None:
     text = json.dumps({**_PROPOSAL, "transport": "carrier pigeon"}).encode()
     with pytest.raises(TransferFailedError, match=r"(?s)'carrier pigeon'.*transports=.*with_transport\('carrier pi"):
-        Proposal.read(text, _PAYLOADS)
+        Proposal.read(text, TRANSPORTS)
 
 
 @pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])

@@ -26,14 +26,14 @@ from hwrl.weights import (
     WeightSource,
     slab_sizes,
 )
-from hwrl.weights.control import Note
+from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Limits, write_message
-from hwrl.weights.ranks import Follower, Reports, ShareKind, stopped_by_rank_0
+from hwrl.weights.messages import Limits
+from hwrl.weights.ranks import Follower, Reports, ShareKind, ShareReport
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
-from hwrl.weights.transport import SenderRound
+from hwrl.weights.transport import SenderRound, aborted_when
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend, FaultyBackend
 from tests.support.fsdp_training import engine_on, join, mixture_directory
@@ -309,32 +309,28 @@ def test_a_sending_rank_that_cannot_read_the_layout_tells_rank_0_at_once(store: 
     follower.close()
 
 
-class _SlowToReport(SenderRound):
-    """The report of share 1 comes at the last moment."""
+def test_a_report_at_the_last_moment_blames_no_other_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ControlChannel.read
 
-    def wait_for_share(self, key: str, *, timeout_s: float) -> bytes | None:
-        if key == "share/1":
+    def read_late(channel: ControlChannel, *what: Any, **options: Any) -> bytes | None:
+        if options.get("name") == "share/1":
             time.sleep(0.1)
-        return super().wait_for_share(key, timeout_s=timeout_s)
+        return read(channel, *what, **options)
 
-
-def test_a_report_at_the_last_moment_blames_no_other_rank(store: Any) -> None:
+    monkeypatch.setattr(ControlChannel, "read", read_late)
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         channel, proposal = channel_of(store), newest_proposal(store)
         for share in (1, 2):
-            channel.put_note(proposal, f"share/{share}", write_message(ShareKind.SENT, ""), note=Note.SHARE)
-        sending = _SlowToReport(proposal, channel, Membership(channel))
+            channel.write(proposal, Note.SHARE, ShareReport(ShareKind.SENT).to_json(), name=f"share/{share}")
+        sending = SenderRound(proposal, channel, Membership(channel))
         Reports((0, 1, 2), Limits(0.1)).wait_until_sent(sending)
 
 
-def test_a_sending_rank_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
-    ended, written = threading.Event(), []
-    report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda kind, why: written.append(kind))
-    end: Any = SimpleNamespace(abort=ended.set)
-    with stopped_by_rank_0(report, end):
+def test_an_operation_that_waits_is_aborted_when_its_round_is_over() -> None:
+    ended = threading.Event()
+    with aborted_when(lambda: True, ended.set):
         assert ended.wait(500.0), "nobody ended the operation that waits"
-    assert set(written) == {ShareKind.LOST}
 
 
 @pytest.mark.parametrize("junk", ["", "[]", '["sent"]', '["done", ""]', "[" * 5000])
@@ -342,7 +338,7 @@ def test_a_malformed_report_of_a_sending_rank_fails_the_version(store: Any, junk
     with sender_of(store) as sender, receiver_of(store) as receiver:
         exchange(sender, [receiver], 1)
         channel, proposal = channel_of(store), newest_proposal(store)
-        channel.put_note(proposal, "share/1", junk, note=Note.SHARE)
+        channel.write(proposal, Note.SHARE, junk, name="share/1")
         sending, reports = SenderRound(proposal, channel, Membership(channel)), Reports((0, 1), Limits(10.0))
         for read in (reports.wait_until_sent, reports.stop):
             with pytest.raises(TransferFailedError, match="a sending rank's report cannot be read"):

@@ -10,7 +10,7 @@ import torch
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommTimeoutError, ConfigError, ReceiverExcludedError, TransferFailedError
 from hwrl.testing.processes import Processes
-from hwrl.weights import NamedTensor, ReceiverTiming, StreamReceiver, TransferReport, WeightReceiver, WeightSender
+from hwrl.weights import NamedTensor, StreamReceiver, TransferReport, WeightReceiver, WeightSender
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend, DyingBackend
 from tests.support.speed import slow
@@ -260,9 +260,12 @@ def _die_in_mid_stream(rank: int, address: str) -> None:
         sender.publish(1, _tensors(1))
 
 
-def test_a_sender_killed_in_mid_stream_leaves_no_version_and_the_next_sender_repairs_it() -> None:
+def test_a_sender_killed_in_mid_stream_leaves_no_version_and_the_next_sender_repairs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = serve_store()
-    with _stream_of(store, timing=ReceiverTiming(slack_s=slow(0.5))) as receiver:
+    monkeypatch.setattr("hwrl.weights.messages.SLACK_S", slow(0.5))
+    with _stream_of(store) as receiver:
         with Processes(_die_in_mid_stream, 1, store_address(store)) as processes:
             with pytest.raises(TransferFailedError, match="was not committed"), receiver.stream() as incoming:
                 for _ in incoming:

@@ -167,18 +167,6 @@ def test_an_adapter_of_another_base_is_not_served_before_that_base_has_come(
     other.sender.close()
 
 
-def test_the_base_travels_with_every_version_if_that_is_asked_for(
-    store: Store, transport: str, assert_serves: Callable[..., None]
-) -> None:
-    trainer, replica = Trainer(store, transport, always=True), Replica(store)
-    for version in (1, 2):
-        report = replica.during(functools.partial(trainer.publish, version))
-        assert (report.plan.what, report.base_nbytes) == ("base + adapter", nbytes_of(trainer.base))
-        assert report.adapter_nbytes == nbytes_of(trainer.adapter(1))
-        assert_serves(replica, trainer, version)
-    trainer.sender.close()
-
-
 def test_nothing_is_left_of_a_base_that_was_sent(
     store: Store, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,14 +193,11 @@ def test_a_base_in_the_hosts_store_takes_no_device_memory(store: Store) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("always_base", [True, False])
-def test_tied_tensors_of_an_adapter_count_once(store: Store, always_base: bool) -> None:
+def test_tied_tensors_of_an_adapter_count_once(store: Store) -> None:
     shared = torch.zeros(10)
     adapter = WeightSource.of([("a", shared), ("b", shared), ("c", torch.zeros(5))])
     model = WeightSource.of([("w", torch.zeros(100))])
-    sender = PolicySender(
-        lambda name: sender_of(store, name=name, transport="host"), base=BASE, always_base=always_base
-    )
+    sender = PolicySender(lambda name: sender_of(store, name=name, transport="host"), base=BASE)
     report = sender.send(1, model=model, adapter=adapter)
     sender.close()
     assert (report.base_nbytes, report.adapter_nbytes) == (400, 60)

@@ -72,8 +72,6 @@ class WeightsConfig(Section):
 
     bypass_cpu: bool = True
     """Send weights from device to device, if possible; false: through host memory, and the trainer does not wait."""
-    send_base: Literal["needed", "always"] = "needed"
-    """With LoRA, send the base model only to replicas without it; ``always``: with each version, for comparison."""
     senders: Literal["auto"] | Positive = "auto"
     """Number of trainer ranks that send the weights, each a share; auto: several if the run has several machines."""
     keep_old_version: bool = False

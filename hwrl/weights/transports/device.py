@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, Pending, Store, call_off_group, clone_store, 
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.destination import Destination
-from hwrl.weights.messages import Limits, Proposal, TransportPayload
+from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import divide_slabs
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
@@ -47,7 +47,7 @@ class Lanes:
         self._groups: list[Group] = []
         self._broadcasts = 0
         options: dict[str, Any] = {"rank": rank, "size": 1 + len(proposal.to)}
-        options["timeout_s"] = Limits(proposal.timeout_s).wire_s
+        options["timeout_s"] = proposal.limits.wire_s
         try:
             for lane in range(payload.lanes):
                 name = f"{payload.group}/{share}/{lane}"
@@ -214,7 +214,7 @@ class DeviceReceiver:
         try:
             lanes = self._lanes_for(receiving)
             with clock.span(self._context.backend):
-                theirs, newest = self._receive_slabs(receiving, lanes, destination, sums)
+                theirs, newest = self._receive_slabs(lanes, destination, sums)
             for pending in newest:
                 pending.complete()  # blocks the host; any other wait for the device would hang if the sender is lost
             return theirs
@@ -250,14 +250,14 @@ class DeviceReceiver:
         return list(lanes)
 
     def _receive_slabs(
-        self, receiving: ReceiverRound, lanes: list[Lanes], destination: Destination, sums: Checksums
+        self, lanes: list[Lanes], destination: Destination, sums: Checksums
     ) -> tuple[torch.Tensor, list[Pending]]:
         """Queue the whole transfer; return the senders' checksums, and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
         most = self._context.slabs * len(lanes)
         most = min(most, destination.slots or most)
-        for index, share in enumerate(divide_slabs(receiving.layout, len(lanes))):
+        for index, share in enumerate(divide_slabs(sums.layout, len(lanes))):
             if len(under_way) >= most:
                 _finish_slab(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)

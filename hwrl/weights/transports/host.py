@@ -197,7 +197,7 @@ class HostReceiver:
 
         Raises TransferFailedError if the files do not exist or are not the sender's, or if the sender failed or died.
         """
-        with self.hold(receiving.proposal, receiving.layout, clock) as file:
+        with self.hold(receiving.proposal, sums.layout, clock) as file:
             if file is None:
                 return None
             try:

@@ -24,10 +24,10 @@ from hwrl.weights import (
     EngineReceiver,
     LinkRegistrations,
     ReceiverRound,
-    ReceiverTiming,
     SenderRound,
     Transport,
 )
+from hwrl.weights.control import Note
 from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.membership import Membership
 from hwrl.weights.transport import Cancellation
@@ -89,9 +89,7 @@ def test_a_fourth_transport_carries_a_generator(store: Store, fourth: None) -> N
 def test_an_engines_receiver_uses_a_transport_outside_the_table(store: Store, wire: Transport) -> None:
     backend, transports = CpuBackend(INFO), {**TRANSPORTS, FOURTH: wire}
     engine = {"backend": backend, "make_destination": functools.partial(DoubleBuffer, backend=backend)}
-    registrations = LinkRegistrations(
-        store, name="policy", replicas=["r0"], timing=ReceiverTiming(), transports=transports
-    )
+    registrations = LinkRegistrations(store, name="policy", replicas=["r0"], transports=transports)
     with sender_of(store, transport=FOURTH, transports=transports) as sender:
         publishing = beside(lambda: sender.publish(1, model_of(1)))
         deadline = time.monotonic() + 300.0
@@ -125,15 +123,12 @@ def test_keys_of_a_transport_are_never_those_of_hwrl_or_of_a_receiver(store: Sto
             channel=channel,
             member=proposal.to[0],
             replica="r0",
-            timing=ReceiverTiming(),
             cancellation=Cancellation(),
-            layout=channel.layout(proposal),
-            deadline=time.monotonic() + 300.0,
         )
         for key in ("share/1", f"read/{proposal.to[0]}"):
             sending.tell(key, "the transport's")
             assert receiving.find_note(key) == b"the transport's"
-        assert sending.wait_for_share("share/1", timeout_s=0.0) is None
+        assert channel.read(proposal, Note.SHARE, name="share/1") is None
         with pytest.raises(CommError, match="before it wrote 'read'"):
             sending.wait_for_all("read", timeout_s=0.1)
 
