@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -17,8 +18,8 @@ from hwrl.errors import WeightsError
 from hwrl.weights.layout import JOINT_READ, NamedTensor
 
 AHEAD_NBYTES = 512 << 20
+_BUCKET_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
 _log = logging.getLogger("hwrl.weights")
-_DENSE = torch.contiguous_format
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 """Collections that keep their items alive. Others may make items while they are read."""
 
@@ -251,24 +252,25 @@ class WeightShard:
         return self.owners or range(self.ranks)
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """A tensor that is being gathered. On a rank that needs it, ``whole`` is the tensor.
+@dataclass
+class _Bucket:
+    """Tensors that follow one another and are gathered together, to the ranks ``to``: one message from each holder.
 
-    Each shard is received into a buffer: its slice of ``whole`` if that is contiguous, else a temporary. ``sent`` keeps
-    this rank's shard alive while it is sent to other ranks.
+    ``shards`` are this rank's. A tensor of which every rank has the whole is alone in its bucket, as ``wholes``.
     """
 
-    name: str
-    whole: torch.Tensor | None = None
-    shard_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    pending: Sequence[Pending] = ()
+    key: object
+    to: Sequence[int]
+    dtype: torch.dtype
+    names: list[str] = field(default_factory=list)
+    shards: list[WeightShard] = field(default_factory=list)
+    wholes: list[torch.Tensor] = field(default_factory=list)
+    nbytes: int = 0
+    pending: list[Pending] = field(default_factory=list)
+    received: list[tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    """Each buffer of a message, with the slices of ``wholes`` that are in it."""
     sent: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this rank holds for it, without temporary buffers."""
-        return sum(0 if tensor is None else tensor.nbytes for tensor in (self.whole, self.sent))
+    """The message of this rank; kept alive until the other ranks have it."""
 
 
 def gather_weights(
@@ -281,20 +283,21 @@ def gather_weights(
     """Yield each tensor whole on rank 0 of ``group``. The other ranks send their shards and yield nothing.
 
     Floating-point tensors are cast to ``dtype`` first, unless it is None. All ranks of the group must read this
-    iterator to its end. Shards are sent to rank 0 only, up to 512 MiB ahead of the yielded tensor, while the caller
-    works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor (or one on the meta device) into
-    the named tensors to yield, which are views.
+    iterator to its end. Shards are sent to rank 0 only, those of small tensors together, up to 512 MiB ahead of the
+    yielded tensor, while the caller works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor
+    (or one on the meta device) into the named tensors to yield, which are views.
 
     While several ranks send a version, a tensor is gathered to each rank that sends a
     slab with bytes of it, and yielded there. A tensor of an unknown name is gathered to all senders.
     """
-    ahead: collections.deque[_Gathering] = collections.deque()
+    ahead: collections.deque[_Bucket] = collections.deque()
     limit = 0 if group is None else AHEAD_NBYTES  # a single rank has no traffic to overlap
     under_way = 0
     try:
-        for name, tensor in named:
-            ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))
-            under_way += ahead[-1].nbytes
+        for bucket in _buckets(named, group, dtype, parts):
+            _begin(bucket, group)
+            ahead.append(bucket)
+            under_way += bucket.nbytes
             while under_way > limit:
                 under_way -= ahead[0].nbytes
                 yield from _finish(ahead.popleft(), parts)
@@ -311,54 +314,91 @@ def _ranks_for(name: str, shape: Sequence[int], parts: Parts | None) -> Sequence
     return (0,) if gatherers is None else gatherers.ranks_for(name, shape, parts)
 
 
-def _finish(one: _Gathering, parts: Parts | None) -> Iterator[NamedTensor]:
-    for pending in one.pending:
-        pending.wait()
-    for part, buffer in one.shard_buffers:
-        if buffer is not part:
-            part.copy_(buffer)
-    if one.whole is not None:
-        yield from [(one.name, one.whole)] if parts is None else parts(one.name, one.whole)
-
-
-def _gather(
-    name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype | None, *, to: Sequence[int]
-) -> _Gathering:
-    if group is not None and isinstance(tensor, DTensor):
-        if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
-            tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+def _buckets(
+    named: Iterable[tuple[str, torch.Tensor | WeightShard]],
+    group: Group | None,
+    dtype: torch.dtype | None,
+    parts: Parts | None,
+) -> Iterator[_Bucket]:
+    """Yield all tensors in buckets, the same on every rank. A tensor that is larger than a bucket has its own."""
+    bucket: _Bucket | None = None
+    for name, tensor in named:
+        to = _ranks_for(name, tensor.shape, parts)
+        if group is not None and isinstance(tensor, DTensor):
+            if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
+                tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+            else:
+                tensor = tensor.full_tensor()
+        local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
+        wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
+        nbytes = math.prod(tensor.shape) * wanted.itemsize
+        key = (to, wanted, tensor.holders) if isinstance(tensor, WeightShard) else None
+        if bucket is not None and (bucket.key != key or bucket.nbytes + nbytes > _BUCKET_NBYTES):
+            yield bucket
+            bucket = None
+        if isinstance(tensor, WeightShard):
+            bucket = bucket or _Bucket(key, to, wanted)
+            bucket.names.append(name)
+            bucket.shards.append(tensor)
+            bucket.nbytes += nbytes
         else:
-            tensor = tensor.full_tensor()
-    local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
-    wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
-    if not isinstance(tensor, WeightShard):
-        return _Gathering(name, tensor.to(wanted) if group is None or group.rank in to else None)
-    assert group is not None, "a shard needs a group"
-    mine = local.to(wanted).contiguous()  # empty if only other ranks have shards
-    whole, buffers = None, list[tuple[torch.Tensor, torch.Tensor]]()
-    pending: list[Pending] = []
-    for rank in to:  # in the same order on every rank: a library may run its operations one after another
-        if rank == group.rank:
-            whole, buffers, received = _receive_shards(tensor, mine, group)
-            pending += received
-        elif mine.numel():
-            pending.append(group.send(mine, dst=rank, async_op=True))
-    return _Gathering(name, whole, buffers, pending, None if whole is not None and len(to) == 1 else mine)
+            wholes = [tensor.to(wanted)] if group is None or group.rank in to else []
+            yield _Bucket(key, to, wanted, [name], wholes=wholes, nbytes=nbytes)
+    if bucket is not None:
+        yield bucket
 
 
-def _receive_shards(
-    shard: WeightShard, mine: torch.Tensor, group: Group
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[Pending]]:
-    """Begin to receive the other ranks' shards; return the tensor, pairs of slice and buffer, and the operations."""
-    whole = torch.empty(shard.shape, dtype=mine.dtype, device=mine.device)
-    slices = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
-    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    pending = []
-    for rank, part in zip(shard.holders, slices, strict=False):  # a small tensor has fewer slices than ranks
-        if rank == group.rank:
-            part.copy_(mine)
-        elif part.numel():
-            buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)
-            pending.append(group.recv(buffer, src=rank, async_op=True))
-            buffers.append((part, buffer))
-    return whole, buffers, pending
+def _begin(bucket: _Bucket, group: Group | None) -> None:
+    """Begin to send this rank's shards, and to receive the others' where the tensors are needed."""
+    shards = [shard.tensor for shard in bucket.shards if shard.tensor.numel()]
+    if group is None or not bucket.shards:
+        return
+    if shards and any(rank != group.rank for rank in bucket.to):
+        bucket.sent = _packed(shards, bucket.dtype)
+    for rank in bucket.to:  # in the same order on every rank: a library may run its operations one after another
+        if rank != group.rank:
+            if bucket.sent is not None:
+                bucket.pending.append(group.send(bucket.sent, dst=rank, async_op=True))
+            continue
+        device = bucket.shards[0].tensor.device
+        bucket.wholes = [torch.empty(shard.shape, dtype=bucket.dtype, device=device) for shard in bucket.shards]
+        slices = [
+            whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+            for whole, shard in zip(bucket.wholes, bucket.shards, strict=True)
+        ]
+        for number, holder in enumerate(bucket.shards[0].holders):
+            # A small tensor has fewer slices than there are ranks.
+            theirs = [one[number] for one in slices if number < len(one) and one[number].numel()]
+            if holder == group.rank and theirs:
+                torch._foreach_copy_(theirs, shards)
+            elif theirs:
+                alone = len(theirs) == 1 and theirs[0].is_contiguous()
+                size = sum(part.numel() for part in theirs)
+                buffer = theirs[0] if alone else torch.empty(size, dtype=bucket.dtype, device=device)
+                bucket.pending.append(group.recv(buffer, src=holder, async_op=True))
+                bucket.received.append((buffer, theirs))
+
+
+def _packed(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the elements of ``shards`` as ``dtype`` in one tensor."""
+    if len(shards) == 1:
+        return shards[0].to(dtype).contiguous()
+    flat = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype, device=shards[0].device)
+    torch._foreach_copy_(_unpacked(flat, shards), list(shards))
+    return flat
+
+
+def _unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of ``flat``, in the shapes of ``like``."""
+    pieces = flat.split([one.numel() for one in like])
+    return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
+
+
+def _finish(bucket: _Bucket, parts: Parts | None) -> Iterator[NamedTensor]:
+    for pending in bucket.pending:
+        pending.wait()
+    for buffer, slices in bucket.received:
+        if buffer is not slices[0]:
+            torch._foreach_copy_(slices, _unpacked(buffer, slices))
+    for name, whole in zip(bucket.names, bucket.wholes, strict=False):  # a rank that needs none has no wholes
+        yield from [(name, whole)] if parts is None else parts(name, whole)
