@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -94,58 +95,35 @@ def mixture(sets: Sequence[PromptSet], seed: int) -> PromptOrder:
     the second, in an order drawn from ``seed``. A set goes through its prompts epoch after epoch, each epoch in a new
     order. Raises DataError if the weights need blocks of more than a million prompts.
     """
-    if len(sets) == 1:
-        epochs = _Epochs(len(sets[0].prompts), [seed])
-        return lambda number: (0, epochs[number])
-    of_set = [_Epochs(len(one.prompts), [seed, index]) for index, one in enumerate(sets, start=1)]
-    blocks = _Blocks(_parts([one.weight for one in sets]), seed)
+    is_mixed, sizes = len(sets) > 1, [len(one.prompts) for one in sets]
+    parts = _parts([one.weight for one in sets]) if is_mixed else [1]
+
+    @functools.lru_cache(maxsize=len(sets))
+    def rows_of(index: int, epoch: int) -> Ints:
+        key = [seed, index + 1, epoch] if is_mixed else [seed, epoch]
+        return np.random.default_rng(key).permutation(sizes[index]).astype(np.int32)
+
+    @functools.lru_cache(maxsize=1)
+    def draws_of(block: int) -> tuple[Ints, Ints]:
+        """Return the set of each prompt in ``block``, and the number of earlier draws from this set in the block."""
+        in_order = np.repeat(np.arange(len(parts), dtype=np.int32), parts)
+        chosen = np.random.default_rng([seed, 0, block]).permutation(in_order)
+        draws = np.empty(len(chosen), dtype=np.int32)
+        for index, count in enumerate(parts):
+            draws[chosen == index] = np.arange(count, dtype=np.int32)
+        return chosen, draws
 
     def order(number: int) -> tuple[int, int]:
-        index, draw = blocks[number]
-        return index, of_set[index][draw]
+        index, draw = 0, number
+        if is_mixed:
+            block, place = divmod(number, sum(parts))
+            chosen, draws = draws_of(block)
+            index = int(chosen[place])
+            draw = block * parts[index] + int(draws[place])
+        epoch, row = divmod(draw, sizes[index])
+        return index, int(rows_of(index, epoch)[row])
 
     return order
-
-
-class _Epochs:
-    """Row numbers below ``size``, epoch after epoch. The order of an epoch is drawn from ``key`` and its number."""
-
-    def __init__(self, size: int, key: Sequence[int]) -> None:
-        self._size, self._key = size, key
-        self._epoch = -1
-        self._order: Ints = np.empty(0, dtype=np.int32)
-
-    def __getitem__(self, number: int) -> int:
-        epoch, index = divmod(number, self._size)
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([*self._key, epoch]).permutation(self._size).astype(np.int32)
-            self._epoch = epoch
-        return int(self._order[index])
-
-
-class _Blocks:
-    """Maps a sequence number to a set, and to the number of earlier draws from this set."""
-
-    def __init__(self, parts: Sequence[int], seed: int) -> None:
-        self._parts, self._seed, self._size = parts, seed, sum(parts)
-        self._block = -1
-        self._sets: Ints = np.empty(0, dtype=np.int32)
-        self._draws: Ints = np.empty(0, dtype=np.int32)
-
-    def __getitem__(self, number: int) -> tuple[int, int]:
-        block, index = divmod(number, self._size)
-        if block != self._block:
-            self._draw(block)
-        chosen = int(self._sets[index])
-        return chosen, block * self._parts[chosen] + int(self._draws[index])
-
-    def _draw(self, block: int) -> None:
-        sets = np.repeat(np.arange(len(self._parts), dtype=np.int32), self._parts)
-        self._sets = np.random.default_rng([self._seed, 0, block]).permutation(sets)
-        self._draws = np.empty(self._size, dtype=np.int32)
-        for index, count in enumerate(self._parts):
-            self._draws[self._sets == index] = np.arange(count, dtype=np.int32)
-        self._block = block
 
 
 def _parts(weights: Sequence[float]) -> list[int]:

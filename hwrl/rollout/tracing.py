@@ -48,17 +48,8 @@ class SpanLog:
         return tuple(self._spans)
 
 
-_current: ContextVar[SpanLog | None] = ContextVar("hwrl_spans", default=None)
-
-
-def trace_with(log: SpanLog | None) -> None:
-    """Let :func:`traced` note the spans of this task in ``log``, and those of tasks that it starts later."""
-    _current.set(log)
-
-
-def current_log() -> SpanLog | None:
-    """Return the log of this task; None if its prompt is not traced."""
-    return _current.get()
+current_log: ContextVar[SpanLog | None] = ContextVar("hwrl_spans", default=None)
+"""The log of this task, and of tasks that it starts later; None if its prompt is not traced."""
 
 
 @contextmanager
@@ -68,7 +59,7 @@ def traced(name: str, **attributes: Attribute) -> Iterator[dict[str, Attribute]]
     For workflows and their tools. Yields a dict; the block may add attributes to it. Does nothing outside of a
     workflow, and for a prompt that is not traced (``report.trace_every``).
     """
-    log, begin_unix_s = _current.get(), time.time()
+    log, begin_unix_s = current_log.get(), time.time()
     try:
         yield attributes
     finally:

@@ -39,7 +39,7 @@ from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.policy_client import PolicyClient
 from hwrl.rollout.reward import metrics_of
 from hwrl.rollout.tool_calls import parse_tool_calls
-from hwrl.rollout.tracing import SpanLog, current_log, trace_with
+from hwrl.rollout.tracing import SpanLog, current_log
 from hwrl.user_code import load_function
 
 _log = logging.getLogger(__name__)
@@ -75,18 +75,14 @@ def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, so
     factory = load_function(target, key="rollout.workflow", source=source)
     try:
         workflow = factory(tokenizer=tokenizer, **options)
+        if not callable(workflow):
+            raise TypeError(f"it returned {short_repr(workflow)}, and no async function of client and prompt")
     except Exception as exc:
         raise DataError(
             f"the factory {target} made no workflow",
             why=f"called with tokenizer=… and rollout.workflow_options={dict(options)!r}, it raised {short_repr(exc)}",
             fix="correct the options, or the factory",
         ) from exc
-    if not callable(workflow):
-        raise DataError(
-            f"the factory {target} made no workflow",
-            why=f"it returned {short_repr(workflow)}",
-            fix="return an async function: workflow(client, prompt) -> Trajectory",
-        )
     return workflow  # type: ignore[no-any-return] # the user's; its results are checked
 
 
@@ -320,7 +316,7 @@ class WorkflowGenerator(SampleGenerator):
 
     async def _make_sample(self, run: _GroupRun, index: int) -> Sequence[Trajectory] | str:
         """Return the trajectories of a sample, or the reason of the last attempt's failure."""
-        trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
+        current_log.set(None if run.group.spans is None else run.group.spans.of_sample(index))
         async with self._slots:  # an evaluation may start one sample more than there is room for
             return await self._run_workflow(run)
 
@@ -343,7 +339,7 @@ class WorkflowGenerator(SampleGenerator):
         self._requests.append(request)
         response = await request.answer
         await hold_if_abandoned()
-        if (log := current_log()) is not None:
+        if (log := current_log.get()) is not None:
             log.add_generation(response, begin_unix_s)
         return response
 

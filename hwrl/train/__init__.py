@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.activations import reserve_nbytes as reserve_nbytes
     from hwrl.train.algorithm import Algorithm as Algorithm
+    from hwrl.train.batches import Overlong as Overlong
     from hwrl.train.choices import CLIPPED_LOSSES as CLIPPED_LOSSES
     from hwrl.train.choices import WEIGHTED_LOSSES as WEIGHTED_LOSSES
     from hwrl.train.choices import AdvantageName as AdvantageName
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from hwrl.train.objective import Objective as Objective
     from hwrl.train.objective import Rejection as Rejection
     from hwrl.train.objective import UserLoss as UserLoss
-    from hwrl.train.overlong import Overlong as Overlong
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.policy import PolicyEngine as PolicyEngine
     from hwrl.train.reference import ReferenceModel as ReferenceModel

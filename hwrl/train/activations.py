@@ -122,7 +122,8 @@ class ActivationCheckpointing:
             return forward(*args, **kwargs)
         hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
         if self._setting == "auto" and index <= self._last:  # the first layer of a pass
-            self._choose(hidden)
+            wanted = self._wanted(hidden)
+            self.recomputed = wanted if self._agree is None else self._agree(wanted)
         self._last = index
         if index < self.recomputed:
             return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -131,20 +132,11 @@ class ActivationCheckpointing:
             return forward(*args, **kwargs)
         before = self._backend.memory_info().allocated_nbytes
         result = forward(*args, **kwargs)
-        self._measure(hidden, tokens, self._backend.memory_info().allocated_nbytes - before)
+        kept_nbytes = self._backend.memory_info().allocated_nbytes - before
+        if kept_nbytes >= hidden.nbytes:  # else something was freed meanwhile: its output alone needs as much
+            self._kept_nbytes = max(self._kept_nbytes or 0.0, kept_nbytes / tokens)
+            self._measured_tokens = tokens
         return result
-
-    def _measure(self, hidden: torch.Tensor, tokens: int, kept_nbytes: int) -> None:
-        """Take note that a layer kept ``kept_nbytes``; the largest measure per token counts."""
-        if kept_nbytes < hidden.nbytes:  # its output alone needs as much: something else was freed meanwhile
-            return
-        self._kept_nbytes = max(self._kept_nbytes or 0.0, kept_nbytes / tokens)
-        self._measured_tokens = tokens
-
-    def _choose(self, hidden: torch.Tensor) -> None:
-        """Set :attr:`recomputed` for the pass that begins with ``hidden``."""
-        wanted = self._wanted(hidden)
-        self.recomputed = wanted if self._agree is None else self._agree(wanted)
 
     def _wanted(self, hidden: torch.Tensor) -> int:
         """Return how many layers this rank must recompute in the pass that begins with ``hidden``."""

@@ -118,20 +118,12 @@ def _checked(groups: Sequence[PromptGroup], function: Advantage) -> npt.NDArray[
     rows, tokens = sum(group.size for group in groups), sum(len(group.token_ids) for group in groups)
     name = getattr(function, "__name__", repr(function))
     try:
-        found = function(groups)
+        values = np.asarray(function(groups), dtype=np.float32)
     except Exception as exc:
         raise DataError(
             f"the advantages of {name} cannot be computed",
-            why=f"the function raised {in_one_line(exc)}{lines_of(exc)}",
-            fix="correct the function that algorithm.advantage names",
-        ) from exc
-    try:
-        values = np.asarray(found, dtype=np.float32)
-    except (TypeError, ValueError) as exc:
-        raise DataError(
-            f"the advantages of {name} are no numbers",
-            why=str(exc),
-            fix="return a NumPy array from algorithm.advantage",
+            why=f"{in_one_line(exc)}{lines_of(exc)}",
+            fix="correct the function that algorithm.advantage names; it returns a NumPy array",
         ) from exc
     if values.shape not in ((rows,), (tokens,)):
         raise DataError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hwrl.interfaces import Advantage, TokenLoss
+from hwrl.train.batches import Overlong
 from hwrl.train.choices import AggregationMode
-from hwrl.train.overlong import Overlong
 
 
 @dataclass(frozen=True)

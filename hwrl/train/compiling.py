@@ -59,8 +59,31 @@ class Compiler:
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, compiled; the same result for the same function."""
         if function not in self._functions:
-            self._functions[function] = _Compiled(function, required=self._required, level=self._level)
+            self._functions[function] = self._with_fallback(function)
         return self._functions[function]
+
+    def _with_fallback(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        from torch._dynamo.exc import TorchDynamoException
+
+        run: Callable[..., Any] = torch.compile(function, dynamic=True)
+        name = str(getattr(function, "__qualname__", type(function).__qualname__))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal run
+            try:
+                return run(*args, **kwargs)
+            except TorchDynamoException as exc:
+                if run is function or self._required:
+                    raise EngineError(
+                        f"{name} cannot be compiled",
+                        why=in_one_line(exc),
+                        fix="train with train.compile=auto or false; for a missing compiler, install it",
+                    ) from exc
+                _log.log(self._level, "%s runs uncompiled, and slower: %s", name, in_one_line(exc))
+                run = function
+                return function(*args, **kwargs)
+
+        return call
 
     def compile_layers(self, layers: Iterable[torch.nn.Module]) -> None:
         """Replace the ``forward`` of each of ``layers``. Layers of a class share its compiled code.
@@ -86,28 +109,6 @@ class Compiler:
         return int(counters["stats"]["unique_graphs"])
 
 
-class _Compiled:
-    def __init__(self, function: Callable[..., Any], *, required: bool, level: int) -> None:
-        self._plain, self._required, self._level = function, required, level
-        self._run: Callable[..., Any] = torch.compile(function, dynamic=True)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            return self._run(*args, **kwargs)
-        except TorchDynamoException as exc:
-            if self._run is self._plain or self._required:
-                raise EngineError(
-                    f"{_name(self._plain)} cannot be compiled",
-                    why=in_one_line(exc),
-                    fix="train with train.compile=auto or false; for a missing compiler, install it",
-                ) from exc
-            _log.log(self._level, "%s runs uncompiled, and slower: %s", _name(self._plain), in_one_line(exc))
-            self._run = self._plain
-            return self._plain(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def explained_compilation() -> Iterator[None]:
     """Turn an error of torch's compiler inside the block into EngineError: torch compiles a backward pass there."""
@@ -121,7 +122,3 @@ def explained_compilation() -> Iterator[None]:
             why=in_one_line(exc),
             fix="set train.compile=false",
         ) from exc
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -67,20 +67,15 @@ class Engines:
 
 
 class _JoinedState:
-    """The offloaded parts of several owners."""
+    """The offloaded parts of several owners, and their host copies while they are lent."""
 
     def __init__(self, owners: Sequence[OffloadedState]) -> None:
         self._owners = owners
+        self._parts: list[LentState] = []
 
     def lend_all(self) -> LentState:
-        return _JoinedCopies([owner.lend_all() for owner in self._owners])
-
-
-class _JoinedCopies:
-    """The host copies of several owners."""
-
-    def __init__(self, parts: Sequence[LentState]) -> None:
-        self._parts = parts
+        self._parts = [owner.lend_all() for owner in self._owners]
+        return self
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(part.holds(tensor) for part in self._parts)

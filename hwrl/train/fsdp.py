@@ -17,14 +17,13 @@ from hwrl.checkpoint import parameter_names
 from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
 from hwrl.errors import ConfigError
-from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
+from hwrl.interfaces import Backend, Batch, EngineSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter, without_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 from hwrl.models import load_tokenizer, model_identity, use_working_experts
 from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
-from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
@@ -67,7 +66,12 @@ class FsdpEngine(PolicyEngine):
             if reference is not None:
                 started.callback(reference.close)
             if settings.host_step:
-                _require_not_offloaded(settings)
+                if settings.param_offload or settings.optimizer_offload:
+                    raise ConfigError(
+                        "train.host_step cannot be combined with train.param_offload or train.optimizer_offload",
+                        why="parameters and optimizer state are in host memory already, in the step, too",
+                        fix="set train.param_offload and train.optimizer_offload to false",
+                    )
                 group = group or _group_of_one(backend, started)  # FSDP2 needs one
             super().__init__(settings, backend=backend, group=group)
             self._build(settings, backend, group)
@@ -87,7 +91,9 @@ class FsdpEngine(PolicyEngine):
         self._saved = SavedNames.of(model)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         model = self._adapted(model)
-        self._compiler = self._make_compiler()
+        self._compiler: Compiler | None = None
+        if wants_compilation(backend, setting=settings.compile):
+            self._compiler = Compiler(required=settings.compile is True, level=self._level)
         self._memory = StateMemory.of(
             model,
             layers_of(model),
@@ -102,7 +108,9 @@ class FsdpEngine(PolicyEngine):
         where = torch.device("cpu") if settings.host_step else backend.device()
         self.optimizer: Any = None  # a frozen model has none
         if self._trained:
-            self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
+            self.optimizer = torch.optim.AdamW(
+                self._trained, **self._hyperparameters(), fused=True if runs_fused(where.type) else None
+            )
         self._causal = self._calls(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
         self._causal.prove(self.compute_model, dtype=settings.dtype, max_length=settings.max_length)
         if self.sharded is not None:
@@ -158,12 +166,6 @@ class FsdpEngine(PolicyEngine):
             device = self._backend.device()
             apply_kernels(model, kernels(), device=device, dtype=self._dtype, level=self._level)
 
-    def _make_compiler(self) -> Compiler | None:
-        setting = self.settings.compile
-        if not wants_compilation(self._backend, setting=setting):
-            return None
-        return Compiler(required=setting is True, level=self._level)
-
     def _prepare_layers(self, layers: list[torch.nn.Module]) -> None:
         """Compile ``layers`` and the scores, and let layers recompute activations around the compiled code."""
         outer = outermost(layers)
@@ -178,11 +180,9 @@ class FsdpEngine(PolicyEngine):
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
             room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self.owed_nbytes(),
-            agree=self._largest if communicates else None,  # else collectives run before and after a layer
+            # else collectives run before and after a layer
+            agree=(lambda number: int(self._reduce([number], op="max")[0])) if communicates else None,
         )
-
-    def _largest(self, number: int) -> int:
-        return int(self._reduce([number], op="max")[0])
 
     def owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for weights, gradients and the optimizer's state."""
@@ -347,22 +347,17 @@ class FsdpEngine(PolicyEngine):
         self._mark_changed()
 
     def export(self, directory: Path) -> None:
-        if self.settings.lora is None:
-            self._export_model(directory)
-        else:
-            self._export_adapter(directory, self.settings.lora)
-
-    def _export_adapter(self, directory: Path, lora: LoraSettings) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.named_adapter()}
-        if self._group is None or self._group.rank == 0:
-            save_adapter(directory, weights, config=lora.peft_config(), model_directory=self.settings.model_directory)
-
-    def _export_model(self, directory: Path) -> None:
+        writes, source = self._group is None or self._group.rank == 0, self.settings.model_directory
+        if self.settings.lora is not None:
+            adapter = {name: tensor.cpu() for name, tensor in self.named_adapter()}
+            if writes:
+                save_adapter(directory, adapter, config=self.settings.lora.peft_config(), model_directory=source)
+            return
         weights = self.named_weights()
         try:
-            if self._group is None or self._group.rank == 0:
+            if writes:
                 write_model(directory, self.model, self.weights_metadata(), weights, dtype=self._dtype)
-                load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+                load_tokenizer(source).save_pretrained(directory)
         finally:
             for _ in weights:  # after an error, too: the other ranks send to the end
                 pass
@@ -387,10 +382,16 @@ def _group_of_one(backend: Backend, started: contextlib.ExitStack) -> Group:
     return made
 
 
-def _require_not_offloaded(settings: EngineSettings) -> None:
-    if settings.param_offload or settings.optimizer_offload:
-        raise ConfigError(
-            "train.host_step cannot be combined with train.param_offload or train.optimizer_offload",
-            why="parameters and optimizer state are in host memory already, in the step, too",
-            fix="set train.param_offload and train.optimizer_offload to false",
-        )
+@functools.cache
+def runs_fused(device_type: str) -> bool:
+    """Return whether the fused AdamW takes a right step on the device; this takes one.
+
+    torch names devices whose fused kernels may still be missing, so a name is not enough.
+    """
+    try:
+        weight = torch.nn.Parameter(torch.ones(1, device=device_type))
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, fused=True).step()
+        return abs(weight.item() - 0.5) < 1e-3
+    except (RuntimeError, NotImplementedError):
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -32,6 +33,8 @@ class PolicyLoss:
     clip_high: float = 0.28
     is_threshold: float = 2.0
     is_level: ImportanceLevel = "token"
+    needs_reference: ClassVar[bool] = False
+    needs_entropy_gradient: ClassVar[bool] = False
 
     @property
     def token_local(self) -> bool:
@@ -42,16 +45,6 @@ class PolicyLoss:
     def needs_proximal(self) -> bool:
         """Whether the log-probabilities at the start of the step must be computed."""
         return self.name == "decoupled"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a frozen policy's log-probabilities must be computed: never."""
-        return False
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """Whether the entropy needs a gradient: never."""
-        return False
 
     def __call__(self, inputs: LossInputs, /) -> LossResult:
         """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""

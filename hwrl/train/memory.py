@@ -18,6 +18,8 @@ from hwrl.train.scoring import OutputScorer
 from hwrl.train.sharding import layers_of, whole_fits
 from hwrl.train.state_memory import StateMemory
 
+_OF = {True: "of all layers", False: "layer by layer"}
+
 
 def fsdp_memory(
     settings: EngineSettings, *, ranks: int, device_nbytes: int, context_nbytes: int = 0, critic: bool = False
@@ -134,13 +136,9 @@ def _gathered(memory: StateMemory, settings: EngineSettings, ranks: int, usable:
     gathered = memory.whole_weights if weights else memory.gathered
     reducing = memory.whole_gradients if gradients else memory.reducing
     return (
-        MemoryCause(f"gathered weights, {_of(weights)}", gathered, phases=("step",), certain=False),
-        MemoryCause(f"whole gradients, {_of(gradients)}", reducing, phases=("step",), certain=False),
+        MemoryCause(f"gathered weights, {_OF[weights]}", gathered, phases=("step",), certain=False),
+        MemoryCause(f"whole gradients, {_OF[gradients]}", reducing, phases=("step",), certain=False),
     )
-
-
-def _of(whole: bool) -> str:  # noqa: FBT001 - private
-    return "of all layers" if whole else "layer by layer"
 
 
 def _pass(measured: PassMemory, settings: EngineSettings, *, tokens: int, room: int) -> Sequence[MemoryCause]:

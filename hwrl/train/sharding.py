@@ -36,18 +36,6 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return layers
 
 
-def _shard_ranks(ranks: int, wanted: int | None) -> int:
-    if wanted is None:
-        return ranks
-    if ranks % wanted:
-        raise ConfigError(
-            f"train.shard_ranks={wanted} is not possible on {ranks} ranks",
-            why="each copy of the model needs that number of ranks",
-            fix="set train.ranks to a multiple of it, or train.shard_ranks to null",
-        )
-    return wanted
-
-
 def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the modules of ``layers`` that are inside no other one of them."""
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
@@ -112,7 +100,13 @@ class ShardedModel:
         from torch.distributed.fsdp import fully_shard
 
         self.model, self._itemsize, self._usable_nbytes = model, dtype.itemsize, usable_nbytes
-        self.shard_ranks = _shard_ranks(group.size, shard_ranks)
+        self.shard_ranks = shard_ranks or group.size
+        if group.size % self.shard_ranks:
+            raise ConfigError(
+                f"train.shard_ranks={shard_ranks} is not possible on {group.size} ranks",
+                why="each copy of the model needs that number of ranks",
+                fix="set train.ranks to a multiple of it, or train.shard_ranks to null",
+            )
         self.copies = group.size // self.shard_ranks
         self._in_first_copy = group.rank < self.shard_ranks
         self._memory, self._device = memory, backend.device()

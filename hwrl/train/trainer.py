@@ -17,10 +17,8 @@ from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError, NonFiniteGradientError
 from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.advantages import group_advantages
-from hwrl.train.aggregation import row_weights
 from hwrl.train.algorithm import Algorithm
-from hwrl.train.balance import divide_rows, imbalance
-from hwrl.train.padding import collate, token_rewards
+from hwrl.train.batches import collate, divide_rows, imbalance, row_weights, token_rewards
 
 if TYPE_CHECKING:
     from hwrl.train.critic import CriticEngine
@@ -129,22 +127,25 @@ class AsyncTrainer:
         consumed = self._consumed_metrics(groups)
         overlong = self._algorithm.overlong
         groups, shaped = (groups, {}) if overlong is None else overlong.apply(groups)
-        work = _Work.of(groups, self._flops)
-        division = divide_rows(
-            work.costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size
-        )
-        epochs, further = self._algorithm.ppo_epochs * self._trains_policy, self._needs_proximal + self._needs_reference
+        lengths, responses = _row_lengths(groups)
+        work = lengths if self._flops is None else self._flops.training(lengths, responses=responses)
+        costs: list[int] = work.clip(min=1).tolist()
+        division = divide_rows(costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size)
+        epochs, flops = self._algorithm.ppo_epochs * self._trains_policy, None
+        if self._flops is not None:
+            forward = sum(self._flops.forward(lengths, responses=responses).tolist())
+            flops = float(sum(costs) * epochs + forward * (self._needs_proximal + self._needs_reference))
         with self.stepping():
             trained = self._train(groups, division)
         self.steps_done += 1
         if self._critic is None:
             self._updates_before = None
-        balance = {"perf/imbalance": imbalance(division, work.costs), "weights/version": float(self.version)}
+        balance = {"perf/imbalance": imbalance(division, costs), "weights/version": float(self.version)}
         return TrainedStep(
             {**consumed, **shaped, **trained, **balance},
             publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
-            tokens=work.tokens * epochs,
-            flops=work.flops(epochs=epochs, further_passes=further),
+            tokens=int(lengths.sum()) * epochs,
+            flops=flops,
         )
 
     def train_critic(self) -> dict[str, float]:
@@ -220,8 +221,11 @@ class AsyncTrainer:
         if self._critic is not None:
             batch, estimated = self._critic.estimate(batch, batch.advantages)
             metrics = {f"critic/{name}": value for name, value in estimated.items()}
-        weights = self._row_weights(groups, division)
-        if weights is not None:
+        algorithm = self._algorithm
+        if algorithm.aggregation != "token-mean":
+            lengths = np.concatenate([group.policy_lengths for group in groups])
+            mini_batches = [[row for one in part for row in one] for part in division]
+            weights = row_weights(lengths, mini_batches, mode=algorithm.aggregation, constant=algorithm.loss_constant)
             batch = replace(batch, weights=torch.from_numpy(weights[rows]))
         if self._needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
@@ -284,22 +288,8 @@ class AsyncTrainer:
                     fix=f"{errors[-1].fix}; optimizer.max_skipped_in_a_row is the limit",
                 )
 
-    def _row_weights(
-        self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]
-    ) -> npt.NDArray[np.float32] | None:
-        """Return the weight of each row in the loss; None: all have the same."""
-        algorithm = self._algorithm
-        if algorithm.aggregation == "token-mean":
-            return None
-        return row_weights(
-            np.concatenate([group.policy_lengths for group in groups]),
-            [[row for rows in part for row in rows] for part in division],
-            mode=algorithm.aggregation,
-            constant=algorithm.loss_constant,
-        )
-
-    def _require_published(self, groups: Sequence[PromptGroup]) -> None:
-        """Raise unless this incarnation has published the weights of every token. So no age is below 0."""
+    def _consumed_metrics(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        """Return the metrics of ``groups``. Raises EngineError for another incarnation, or a wrong age."""
         for group in groups:
             if group.incarnation != self._incarnation or group.newest_version > self.version:
                 raise EngineError(
@@ -308,9 +298,6 @@ class AsyncTrainer:
                     f"trainer is at version {self.version}, incarnation {self._incarnation}",
                     fix="take groups from a PromptLedger, and restore it together with the trainer",
                 )
-
-    def _consumed_metrics(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
-        self._require_published(groups)
         ages = [self.version - group.oldest_version for group in groups]
         if max(ages) > self._max_staleness:
             raise EngineError(
@@ -347,29 +334,11 @@ def move_metrics(moved: Moved) -> dict[str, float]:
     return {"weights/load_s": moved.load.seconds, "weights/offload_s": moved.offload.seconds}
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The work of a step, row by row: ``costs`` are the FLOPs to train on a row, or its tokens without ``model``."""
-
-    costs: list[int]
-    tokens: int
-    forward: int
-    model: ModelFlops | None
-
-    @classmethod
-    def of(cls, groups: Sequence[PromptGroup], model: ModelFlops | None) -> _Work:
-        responses = np.concatenate([group.policy_lengths for group in groups]).astype(np.int64)
-        prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
-        lengths = (prompts + np.concatenate([group.lengths for group in groups])) * (responses > 0)
-        if model is None:
-            return cls(lengths.clip(min=1).tolist(), int(lengths.sum()), 0, None)
-        costs: list[int] = model.training(lengths, responses=responses).clip(min=1).tolist()
-        forward = sum(model.forward(lengths, responses=responses).tolist())
-        return cls(costs, int(lengths.sum()), forward, model)
-
-    def flops(self, *, epochs: int, further_passes: int) -> float | None:
-        """Return the FLOPs to train ``epochs`` times, with ``further_passes`` forward; None without ``model``."""
-        return None if self.model is None else float(sum(self.costs) * epochs + self.forward * further_passes)
+def _row_lengths(groups: Sequence[PromptGroup]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the tokens of each row, 0 for one without a trained token, and those of the policy."""
+    responses = np.concatenate([group.policy_lengths for group in groups]).astype(np.int64)
+    prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
+    return (prompts + np.concatenate([group.lengths for group in groups])) * (responses > 0), responses
 
 
 def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

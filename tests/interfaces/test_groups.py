@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hwrl.interfaces import Ints, PromptGroup, Response, Segment, Trajectory
-from hwrl.train.padding import collate
+from hwrl.train.batches import collate
 
 
 def ints(*values: int) -> Ints:

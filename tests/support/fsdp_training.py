@@ -17,8 +17,8 @@ from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
 from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss
 from hwrl.train.advantages import group_advantages
+from hwrl.train.batches import collate
 from hwrl.train.packing import make_pack
-from hwrl.train.padding import collate
 from tests.support.near import assert_near
 
 

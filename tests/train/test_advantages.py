@@ -13,9 +13,8 @@ from hwrl.errors import DataError
 from hwrl.interfaces import PromptGroup, Segment, Trajectory
 from hwrl.train import Overlong
 from hwrl.train.advantages import group_advantages
-from hwrl.train.aggregation import row_weights
+from hwrl.train.batches import collate, row_weights
 from hwrl.train.choices import AggregationMode
-from hwrl.train.padding import collate
 from tests.support.rewarded_groups import group_of, ints, response
 
 
@@ -124,7 +123,7 @@ def test_a_users_function_gives_a_number_for_each_row_or_token() -> None:
     [
         (lambda groups: np.zeros(5), r"have the shape \(5,\)\n  why: the groups have 2 rows and 3 tokens"),
         (lambda groups: np.array([1.0, np.nan]), "not all finite\n  why: number 1 is not"),
-        (lambda groups: ["a", "b"], "are no numbers"),
+        (lambda groups: ["a", "b"], "cannot be computed\n  why: ValueError: could not convert string"),
     ],
 )
 def test_wrong_advantages_of_a_user_are_refused(

@@ -14,7 +14,7 @@ from hwrl.errors import EngineError
 from hwrl.interfaces import Batch
 from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, PolicyLoss, TrainedStep, read_model_flops
-from hwrl.train.balance import divide_rows, imbalance
+from hwrl.train.batches import divide_rows, imbalance
 from tests.support.fsdp_training import engine_on, groups_of, join
 from tests.support.near import assert_near
 

@@ -16,7 +16,7 @@ from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import PromptGroup, Response, Segment, Trajectory
 from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, CriticEngine, Engines, FsdpEngine, PolicyLoss
-from hwrl.train.padding import token_rewards
+from hwrl.train.batches import token_rewards
 from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on
 from tests.support.near import assert_near
 

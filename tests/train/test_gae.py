@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hwrl.train.gae import generalized_advantages
+from hwrl.train.critic import generalized_advantages
 
 # γ = 0.5, λ = 0.5. One prompt's token, then four of the policy; the reward 1 is at the last one.
 #   V      0.2   0.4   0.6   0.8

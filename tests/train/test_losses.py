@@ -10,7 +10,7 @@ import torch
 
 from hwrl.interfaces import LossInputs, PromptGroup, Response
 from hwrl.train import PolicyLoss, mismatch_kl
-from hwrl.train.padding import collate
+from hwrl.train.batches import collate
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:

@@ -18,7 +18,7 @@ from hwrl.train import (
     PolicyLoss,
 )
 from hwrl.train.advantages import group_advantages
-from hwrl.train.aggregation import row_weights
+from hwrl.train.batches import row_weights
 from hwrl.train.objective import kl_penalty
 from tests.support.loss_inputs import Rows, random_rows
 from tests.support.near import assert_near
