@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hwrl.run.report import read_lines as read_lines
     from hwrl.run.report import read_metrics as read_metrics
     from hwrl.run.report.bottleneck import busy_shares as busy_shares
+    from hwrl.run.report.records import AppendedFile as AppendedFile
     from hwrl.run.report.summary import Summary as Summary
     from hwrl.run.settings import critic_settings as critic_settings
     from hwrl.run.settings import engine_settings as engine_settings
@@ -74,6 +75,7 @@ _MODULE_OF = names_of_modules(
         "remote": "Remote",
         "report": "Metrics PlainView make_view read_lines read_metrics",
         "report.bottleneck": "busy_shares",
+        "report.records": "AppendedFile",
         "report.summary": "Summary",
         "settings": "critic_settings engine_settings make_ledger rollout_settings",
     }

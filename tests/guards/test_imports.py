@@ -51,6 +51,7 @@ def test_importing_hwrl_is_fast() -> None:
         "hwrl_report",
         "hwrl_simulate",
         "hwrl_trackers.mlflow",
+        "hwrl_trackers.tensorboard",
         "hwrl_trackers.trackio",
         "hwrl_trackers.wandb",
         "hwrl_verifiers",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hwrl.files import open_to_append, open_to_read, require_owned
+from hwrl.files import make_directory, open_to_append, open_to_read, require_owned
 
 Metrics = dict[str, float]
 """The metrics of one training step, by name: one line of ``metrics.jsonl``."""
@@ -92,12 +92,15 @@ def join_ranges(noun: str, numbers: list[int]) -> str:
 class AppendedFile:
     """A file opened for appending, without a buffer: when ``write`` returns, the operating system has all data.
 
+    The constructor creates the file and its directory if they are missing.
+
     The methods raise OSError, also if the file was deleted or replaced. The operating system would accept writes to a
     deleted file, and the data would be lost.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        make_directory(path.parent)
         self._file = open_to_append(path)
 
     def write(self, data: bytes) -> None:

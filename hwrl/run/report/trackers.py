@@ -14,8 +14,7 @@ from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
 from hwrl.errors import DataError, EngineError, HwrlError, message_of, short_repr
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
-from hwrl.run.config import TENSORBOARD, Config
-from hwrl.run.report.tensorboard import TensorboardTracker
+from hwrl.run.config import Config
 from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
@@ -118,13 +117,11 @@ def make_tracker(config: Config, name: str) -> Tracker:
 
     Raises ConfigError, DataError or EngineError. Any other error of the function or the plugin is a DataError.
     """
-    if name == TENSORBOARD:
-        return TensorboardTracker()
     options = config.report.tracker_options.get(name, {})
     if ":" in name:
         make = partial(load_function(name, key="report.trackers"), options)
     else:
-        hook = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
+        hook = load_hook(name, "hwrl_tracker", asked_by="report.trackers")
         make = partial(hook, options=options)
     try:
         tracker = make()
