@@ -41,15 +41,12 @@ if TYPE_CHECKING:
     from hwrl.run.fit import gib as gib
     from hwrl.run.fit import needs as needs
     from hwrl.run.fit import plugin_memory as plugin_memory
-    from hwrl.run.inputs import check_inputs as check_inputs
-    from hwrl.run.interrupts import Interrupts as Interrupts
     from hwrl.run.ledger import LedgerActor as LedgerActor
     from hwrl.run.ledger import start_ledger as start_ledger
     from hwrl.run.loop import run_training as run_training
     from hwrl.run.remote import Remote as Remote
     from hwrl.run.report import Metrics as Metrics
     from hwrl.run.report import PlainView as PlainView
-    from hwrl.run.report import make_view as make_view
     from hwrl.run.report import read_lines as read_lines
     from hwrl.run.report import read_metrics as read_metrics
     from hwrl.run.report.bottleneck import busy_shares as busy_shares
@@ -68,12 +65,10 @@ _MODULE_OF = names_of_modules(
         "config": "EMBEDDED FSDP Config dump_config load_config",
         "demo": "write_demo",
         "fit": "gib needs plugin_memory",
-        "inputs": "check_inputs",
-        "interrupts": "Interrupts",
         "ledger": "LedgerActor start_ledger",
         "loop": "run_training",
         "remote": "Remote",
-        "report": "Metrics PlainView make_view read_lines read_metrics",
+        "report": "Metrics PlainView read_lines read_metrics",
         "report.bottleneck": "busy_shares",
         "report.records": "AppendedFile",
         "report.summary": "Summary",

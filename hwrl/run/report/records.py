@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from hwrl.files import make_directory, open_to_append, open_to_read, require_own
 Metrics = dict[str, float]
 """The metrics of one training step, by name: one line of ``metrics.jsonl``."""
 _MAX_LINE_NBYTES = 1 << 24
+_MOST_LISTED = 20
 _MAX_STEP = 1 << 53
 """The largest step that the script in a page can hold."""
 _MAX_INT = 1 << 1000
@@ -73,20 +73,14 @@ def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any],
     return [records[step] for step in sorted(records)], damaged
 
 
-def join_ranges(noun: str, numbers: list[int]) -> str:
-    """Return the numbers as text, with ranges for consecutive ones.
+def listed(noun: str, numbers: list[int]) -> str:
+    """Return the numbers as text, at most 20 of them.
 
-    >>> join_ranges("step", [3]), join_ranges("step", [1, 2, 3, 7])
-    ('step 3', 'steps 1-3, 7')
+    >>> listed("step", [3]), listed("step", [1, 2, 7])
+    ('step 3', 'steps 1, 2, 7')
     """
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in itertools.islice(ranges, 20)]
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(shown)}{', ...' if len(ranges) > 20 else ''}"
+    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{', ...' if len(numbers) > _MOST_LISTED else ''}"
 
 
 class AppendedFile:
