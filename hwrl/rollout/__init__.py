@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
     from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
     from hwrl.rollout.ledger import has_variance as has_variance
+    from hwrl.rollout.ledger_state import count_prompts as count_prompts
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION
@@ -100,6 +101,7 @@ _MODULE_OF = names_of_modules(
         "judge": "Judge",
         "leases": "LeaseQueue LedgerClient",
         "ledger": "LedgerCounts PromptLease PromptLedger UntrainedPrompts has_variance",
+        "ledger_state": "count_prompts",
         "memory": "embedded_memory model_nbytes",
         "model_link": "INCARNATION EngineModels ModelLink ReceivedModels RetryingReceiver",
         "policy_client": "PolicyClient TrajectoryBuilder",

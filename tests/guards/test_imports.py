@@ -45,6 +45,7 @@ def test_importing_hwrl_is_fast() -> None:
         "hwrl_cpu",
         "hwrl_cuda",
         "hwrl_npu",
+        "hwrl_checkpoints",
         "hwrl_megatron",
         "hwrl_new",
         "hwrl_plan",
