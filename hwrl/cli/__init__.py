@@ -17,9 +17,10 @@ from hwrl.output import discard, printable_output
 
 __all__ = ["count", "local_path", "main"]
 
-_EXTRA_OF = dict.fromkeys(
-    ["pyarrow", "pydantic", "ray", "safetensors", "tensorboard", "transformers", "yaml"], "train"
-) | {"peft": "lora", "pytest": "testing"}
+_EXTRA_OF = dict.fromkeys(["pyarrow", "pydantic", "ray", "safetensors", "transformers", "yaml"], "train") | {
+    "peft": "lora",
+    "pytest": "testing",
+}
 _IN_CLONE = {"bench": "plugins/hwrl_bench"}
 """Commands for developers, in packages of the repository that no wheel has."""
 

@@ -23,7 +23,7 @@ from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
 
-BUILT_IN = ("train", "scale", "doctor", "checkpoints", "conformance")
+BUILT_IN = ("train", "scale", "doctor", "conformance")
 """The built-in subcommands. Each is a module here with ``HELP``, ``configure`` and ``run``."""
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")

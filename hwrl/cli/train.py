@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 only if all steps were done and all goals reached; 130 after Ctrl-C or SIGTERM."""
-    from hwrl.run import Interrupts
+    from hwrl.run.interrupts import Interrupts
 
     with Interrupts():
         try:
@@ -46,12 +46,13 @@ def _train(args: argparse.Namespace) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    from hwrl.run import check_inputs
+    from hwrl.run.inputs import check_inputs
 
     sys.path.append(str(Path.cwd()))  # Ray's workers do it too: a reward function may be in a module of this directory
     check_inputs(config)
     with large_imports():
-        from hwrl.run import make_view, run_training  # imports torch and Ray, so only after the cheap checks
+        from hwrl.run.loop import run_training  # imports torch and Ray, so only after the cheap checks
+        from hwrl.run.report import make_view
 
     view = make_view(config.train.steps)
     summary = run_training(config, view)

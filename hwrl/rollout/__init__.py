@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
     from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
     from hwrl.rollout.ledger import has_variance as has_variance
+    from hwrl.rollout.ledger_state import count_prompts as count_prompts
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION

@@ -41,18 +41,16 @@ if TYPE_CHECKING:
     from hwrl.run.fit import gib as gib
     from hwrl.run.fit import needs as needs
     from hwrl.run.fit import plugin_memory as plugin_memory
-    from hwrl.run.inputs import check_inputs as check_inputs
-    from hwrl.run.interrupts import Interrupts as Interrupts
     from hwrl.run.ledger import LedgerActor as LedgerActor
     from hwrl.run.ledger import start_ledger as start_ledger
     from hwrl.run.loop import run_training as run_training
     from hwrl.run.remote import Remote as Remote
     from hwrl.run.report import Metrics as Metrics
     from hwrl.run.report import PlainView as PlainView
-    from hwrl.run.report import make_view as make_view
     from hwrl.run.report import read_lines as read_lines
     from hwrl.run.report import read_metrics as read_metrics
     from hwrl.run.report.bottleneck import busy_shares as busy_shares
+    from hwrl.run.report.records import AppendedFile as AppendedFile
     from hwrl.run.report.summary import Summary as Summary
     from hwrl.run.settings import critic_settings as critic_settings
     from hwrl.run.settings import engine_settings as engine_settings

@@ -14,7 +14,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
+from hwrl.interfaces import RolloutEngine, TokenLoss, TrainEngine
 from hwrl.models import load_generation_config, load_tokenizer, use_chat_template, vocabulary_size
 from hwrl.rollout import (
     HERMES,
@@ -104,6 +104,18 @@ def build_rollouter(
 
     With ``check_prompts`` all training prompts are tokenised now; DataError for a bad one.
     """
+    settings = LoopSettings(
+        sampling=rollout_sampling(config),
+        group_size=config.rollout.n,
+        eval_temperature=config.eval.temperature,
+        eval_samples=config.eval.n,
+        eval_share=config.eval.share,
+        skips_failures=config.rollout.on_failure == "skip",
+        partial_rollout=config.async_training.partial_rollout,
+        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        trace_every=config.report.trace_every,
+        replica=replica,
+    )
     with ExitStack() as cleanup:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         cleanup.callback(rewards.close)
@@ -118,26 +130,11 @@ def build_rollouter(
             prompts=prompts,
             rewards=rewards,
             weights=weights,
-            settings=_loop_settings(config, replica),
+            settings=settings,
             generator=_build_generator(config, inputs, engine, tokenizer),
         )
         cleanup.pop_all()
     return rollouter
-
-
-def _loop_settings(config: Config, replica: str) -> LoopSettings:
-    return LoopSettings(
-        sampling=rollout_sampling(config),
-        group_size=config.rollout.n,
-        eval_temperature=config.eval.temperature,
-        eval_samples=config.eval.n,
-        eval_share=config.eval.share,
-        skips_failures=config.rollout.on_failure == "skip",
-        partial_rollout=config.async_training.partial_rollout,
-        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
-        trace_every=config.report.trace_every,
-        replica=replica,
-    )
 
 
 def _build_generator(
@@ -147,7 +144,7 @@ def _build_generator(
     rollout = config.rollout
     if rollout.workflow is None:
         return None
-    source = inputs.source(WORKFLOW)
+    source, parser = inputs.source(WORKFLOW), rollout.tool_parser
     workflow = load_workflow(rollout.workflow, rollout.workflow_options, tokenizer=tokenizer, source=source)
     settings = WorkflowSettings(
         group_size=rollout.n,
@@ -157,15 +154,9 @@ def _build_generator(
         timeout_s=rollout.workflow_timeout_s,
         attempts=rollout.workflow_attempts,
         end_ids=_eos_ids(config.model.path, tokenizer),
-        parse_tools=_tool_parser(config, engine, tokenizer),
+        parse_tools=parse_tool_calls if parser == HERMES else engine.tool_parser(parser, tokenizer=tokenizer),
     )
     return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
-
-
-def _tool_parser(config: Config, engine: RolloutEngine, tokenizer: Any) -> ToolParser:
-    if config.rollout.tool_parser == HERMES:
-        return parse_tool_calls
-    return engine.tool_parser(config.rollout.tool_parser, tokenizer=tokenizer)
 
 
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:

@@ -45,7 +45,7 @@ Watch = Callable[[Sequence[Answer[Any]]], list[Answer[Any]]]
 _CLOSE_TIMEOUT_S = 5.0
 _IDLE_WITHIN_S = 60.0
 """How long the ranks may take after an error to answer whether they are between two steps."""
-_OF_RANK_0 = ("new_receivers", "finish_profile")
+_OF_RANK_0 = ("new_receivers",)
 """The calls that rank 0 alone can answer."""
 
 

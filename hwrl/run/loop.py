@@ -135,7 +135,6 @@ class RunLoop:
         fleet, progress, interrupts = self._fleet, self._progress, self._interrupts
         self._evaluations.collect()
         progress.save_last()
-        self._recorder.log_profile(fleet.trainers.all.finish_profile())  # if it ends before train.profile_steps do
         if not interrupts.pending:
             interrupts.defer_message = "stopping without the last evaluation; all steps are saved"
             self._evaluations.evaluate_last(progress, self._view)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hwrl.checkpoint import DurableFS, find_owner
+from hwrl.checkpoint import find_owner
 from hwrl.errors import HwrlError, RunDirectoryError
-from hwrl.files import read_file
+from hwrl.files import read_file, replacing
 from hwrl.run.config import MOST_PROCESSES, RUN_CONFIG
 from hwrl.run.invocation import invoked
 
@@ -101,13 +101,8 @@ def _check_runs(directory: Path) -> None:
 
 
 def _write(directory: Path, content: dict[str, Any]) -> None:
-    draft = directory / f".tmp_{SCALE}.{uuid.uuid4().hex}"  # two commands may write at a time
-    try:
-        DurableFS().write_file(draft, json.dumps(content).encode())
-        draft.replace(directory / SCALE)
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+    with replacing(directory / SCALE) as file:
+        file.write(json.dumps(content).encode())
 
 
 def _read(directory: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,20 +30,17 @@ from hwrl.run.settings import compute_dtype
 from hwrl.train import move_metrics
 from hwrl.weights import SyncReport, TransportName, WeightSource
 
+_logger = logging.getLogger(__name__)
 PROFILES = "profile"
 """The subdirectory of a run directory that holds profiles."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a training step: its metrics, and a few of its trajectories as text (only from rank 0).
-
-    ``profile`` is a message about the profile, if this step was the last one of it.
-    """
+    """The result of a training step: its metrics, and a few of its trajectories as text (only from rank 0)."""
 
     metrics: Metrics
     samples: list[Sample]
-    profile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class TrainerRank:
         "send_weights": "the transfer of weights",
         "publish_last_weights": "the transfer of weights",
         "step": "a training step",
-        "finish_profile": "the profile",
         "save": "the copy for a checkpoint",
         "export_model": "the export of the model",
         "close": "the end of the trainer",
@@ -126,8 +123,7 @@ class TrainerRank:
         metrics = {**trained.metrics, **critic, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
         summed = {name: metrics.get(name, 0.0) + value for name, value in earlier.items()}
-        ends_profile = self._profile is not None and self._profile.last == self._trainer.steps_done
-        return StepOutcome({**metrics, **summed}, samples, self.finish_profile() if ends_profile else None)
+        return StepOutcome({**metrics, **summed}, samples)
 
     def _pick_samples(self, groups: Sequence[PromptGroup]) -> list[Sample]:
         if self._tokenizer is None or not self._config.report.samples_per_step:
@@ -139,10 +135,6 @@ class TrainerRank:
             count=self._config.report.samples_per_step,
             decode=partial(decode_text, self._tokenizer, special=True),
         )
-
-    def finish_profile(self) -> str | None:
-        """Write the profile if steps are recorded; see :meth:`StepProfile.finish`. Ranks above 0 return None."""
-        return None if self._profile is None else self._profile.finish()
 
     def send_weights(self) -> None:
         """Send the current weights between two steps, with the number of the trainer's newest version.
@@ -267,7 +259,7 @@ class TrainerRank:
             ) from exc
 
     def close(self) -> None:
-        """Wait for a save in the background, and close all connections. Raises if the save failed."""
+        """Wait for a save in the background, close all connections and write a profile. Raises if the save failed."""
         try:
             self._checkpoints.close()
         finally:
@@ -275,6 +267,8 @@ class TrainerRank:
             self._engines.close()
             if self._group is not None:
                 self._group.close()
+        if self._profile is not None:
+            self._profile.finish()  # of a run that ends before the last of train.profile_steps
 
 
 def _sync_metrics(report: SyncReport) -> Metrics:
@@ -298,56 +292,47 @@ def _sync_metrics(report: SyncReport) -> Metrics:
 class StepProfile:
     """Records torch's profiler from step ``first`` to step ``last``, and writes ``steps_<from>-<to>.json.gz``.
 
-    The file is a Chrome trace. A run that resumes between these steps records the remaining ones. An error of the
-    profiler does not end the step: :meth:`finish` reports it. All calls must come from the same thread; torch requires
-    this.
+    The file is a Chrome trace. A run that resumes between these steps records the remaining ones, and :meth:`finish`
+    writes the file of a run that ends between them. An error of the profiler is a warning in the log, and ends the
+    profile only. All calls must come from the same thread; torch requires this.
     """
 
     def __init__(self, first: int, last: int, *, directory: Path) -> None:
-        self._first, self.last, self._directory = first, last, directory
+        self._first, self._last, self._directory = first, last, directory
         self._profiler: torch.profiler.profile | None = None
         self._recorded: list[int] = []
-        self._outcome: str | None = None
+        self._has_failed = False
 
     @contextlib.contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """Record the block as ``step`` if the step is in the range. Write the file after the last step of the range."""
-        if self._first <= step <= self.last and self._outcome is None:
-            self._start()
+        if self._first <= step <= self._last and not self._has_failed:
+            with self._warning():
+                if self._profiler is None:
+                    profiler = torch.profiler.profile()
+                    profiler.start()
+                    self._profiler = profiler
             self._recorded.append(step)
         yield
-        if step == self.last:
-            self._write()
+        if step == self._last:
+            self.finish()
 
-    def finish(self) -> str | None:
-        """Write the file if that is still to do. Return a message about the file or the error, once; then None."""
-        self._write()
-        outcome, self._outcome = self._outcome, None
-        return outcome
-
-    def _start(self) -> None:
-        if self._profiler is None:
-            with self._reporting():
-                profiler = torch.profiler.profile()
-                profiler.start()
-                self._profiler = profiler
-
-    def _write(self) -> None:
+    def finish(self) -> None:
+        """Write the file if that is still to do."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
-        steps = f"{self._recorded[0]}-{self._recorded[-1]}"
-        path = self._directory / f"steps_{steps}.json.gz"
-        with self._reporting():
+        path = self._directory / f"steps_{self._recorded[0]}-{self._recorded[-1]}.json.gz"
+        with self._warning():
             profiler.stop()
             make_directory(self._directory)
             with replacing(path) as file:
                 profiler.export_chrome_trace(file.name)
-            self._outcome = f"the profile of steps {steps} of trainer rank 0 was written to {path}"
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _warning(self) -> Iterator[None]:
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - a profiler may raise anything; finish reports it
-            self._outcome = f"the profiler failed ({type(exc).__name__}: {exc}); the run continues without a profile"
+        except Exception as exc:  # noqa: BLE001 - a profiler may raise anything
+            self._has_failed = True
+            _logger.warning("the profiler failed (%s: %s); there is no profile", type(exc).__name__, exc)

@@ -1,4 +1,4 @@
-"""Trackers: ``report.trackers`` takes ``wandb``, ``trackio``, ``mlflow``, ``prometheus`` and ``opentelemetry``.
+"""The trackers ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, ``prometheus``, ``opentelemetry``.
 
 ``docs/report.md`` and ``docs/watching.md`` describe them.
 

@@ -18,11 +18,11 @@ from hwrl.files import make_directory
 from hwrl.run.config import Config, parse_config
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import PlainView, RecordedView, RunReport
-from hwrl.run.report.tensorboard import TensorboardTracker
 from hwrl.run.report.trackers import tracked_run
 from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import answer_request
 from hwrl.run.trainer import StepOutcome
+from hwrl_trackers.tensorboard import TensorboardTracker
 from tests.support.two_step_run import METRICS_OF_A_STEP, StandInFleet, train
 
 

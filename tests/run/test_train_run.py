@@ -76,7 +76,6 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     assert len(list((run.directory / "checkpoints").glob("global_step_*"))) == 2
     assert_fast_enough(run)
     trace = run.directory / "profile" / "steps_7-8.json.gz"
-    assert f"the profile of steps 7-8 of trainer rank 0 was written to {trace}" in run.output()
     assert read_trace(trace).count('"name": "hwrl.sync"') == 2
 
 

@@ -40,7 +40,7 @@ class StandInFleet:
         """Take the place of a call without an effect here."""
 
     launch = begin = serve_new_receivers = publish_last_weights = note_progress = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = finish_profile = wait_for_save = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = wait_for_save = do_nothing
     take_batch, restart_trainers = Fleet.take_batch, Fleet.restart_trainers
 
     def ask(self, method: Any, *arguments: Any) -> Any:

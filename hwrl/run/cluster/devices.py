@@ -57,7 +57,11 @@ class RunDevices:
         self._backend, devices = backend, backend.devices
         resource, divided = devices.ray_resource or "CPU", has_devices(backend)
         if divided and devices.ray_resource is None and not is_local():
-            raise _not_countable(backend.info.name)
+            raise ConfigError(
+                f"the devices of backend {backend.info.name!r} cannot be counted on a cluster",
+                why="RAY_ADDRESS names a cluster, and the backend's DeviceMap has no ray_resource",
+                fix="set ray_resource and start the cluster's nodes with that resource, or unset RAY_ADDRESS",
+            )
         nodes = list[ClusterNode]()
         if is_local():
             self.plan = plan_placement(config, backend, devices=local_devices(config), one_machine=True)
@@ -282,13 +286,10 @@ def _plan_on_cluster(config: Config, backend: Backend, resource: str) -> tuple[l
         try:
             return nodes, plan_placement(config, backend, devices=free, one_machine=len(nodes) == 1)
         except ConfigError:
-            if free >= _all_devices(resource) or time.monotonic() > deadline_s:
+            existing = sum(int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
+            if free >= existing or time.monotonic() > deadline_s:
                 raise
         time.sleep(0.2)
-
-
-def _all_devices(resource: str) -> int:
-    return sum(int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
 
 
 def free_nodes(resource: str) -> list[ClusterNode]:
@@ -334,11 +335,3 @@ def _machines(group: Any) -> list[str]:
     """Return the machine of each bundle of a placement group."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(nodes))]
-
-
-def _not_countable(backend: str) -> ConfigError:
-    return ConfigError(
-        f"the devices of backend {backend!r} cannot be counted on a cluster",
-        why="RAY_ADDRESS names a cluster, and the backend's DeviceMap has no ray_resource",
-        fix="set ray_resource and start the cluster's nodes with that resource, or unset RAY_ADDRESS",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import os
@@ -230,28 +229,15 @@ def few_processes() -> Iterator[None]:
     omits only the pages of the web server. If a version of Ray does not have these private methods, it starts all its
     processes. Remove this when ray.init has options for them.
     """
-    node = _ray_node()
+    node = getattr(ray._private.node, "Node", object)
     before = {name: vars(node)[name] for name in _UNUSED_STARTS if name in vars(node)}
     for name in before:
-        setattr(node, name, _start_nothing)
+        setattr(node, name, lambda node, **options: None)
     try:
         yield
     finally:
         for name, start in before.items():
             setattr(node, name, start)
-
-
-def _ray_node() -> type:
-    """Return the class of Ray whose methods start its processes; ``object`` if this version of Ray lacks it."""
-    try:
-        node: type = importlib.import_module("ray._private.node").Node
-    except (ImportError, AttributeError):
-        return object
-    return node
-
-
-def _start_nothing(node: object, **options: Any) -> None:
-    """Stand in for a method of Node that starts a process."""
 
 
 # -- a cluster ------------------------------------------------------------------------------------------------------

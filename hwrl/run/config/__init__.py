@@ -9,7 +9,6 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.report import TENSORBOARD
 from hwrl.run.config.rollout import EMBEDDED
 from hwrl.run.config.schema import Config
 from hwrl.run.config.train import FSDP
@@ -21,7 +20,6 @@ __all__ = [
     "MOST_PROCESSES",
     "RUN_CONFIG",
     "RUN_HEADER",
-    "TENSORBOARD",
     "Config",
     "DataSetConfig",
     "Section",

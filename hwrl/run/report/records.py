@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -10,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hwrl.files import open_to_append, open_to_read, require_owned
+from hwrl.files import make_directory, open_to_append, open_to_read, require_owned
 
 Metrics = dict[str, float]
 """The metrics of one training step, by name: one line of ``metrics.jsonl``."""
 _MAX_LINE_NBYTES = 1 << 24
+_MOST_LISTED = 20
 _MAX_STEP = 1 << 53
 """The largest step that the script in a page can hold."""
 _MAX_INT = 1 << 1000
@@ -73,24 +73,20 @@ def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any],
     return [records[step] for step in sorted(records)], damaged
 
 
-def join_ranges(noun: str, numbers: list[int]) -> str:
-    """Return the numbers as text, with ranges for consecutive ones.
+def listed(noun: str, numbers: list[int]) -> str:
+    """Return the numbers as text, at most 20 of them.
 
-    >>> join_ranges("step", [3]), join_ranges("step", [1, 2, 3, 7])
-    ('step 3', 'steps 1-3, 7')
+    >>> listed("step", [3]), listed("step", [1, 2, 7])
+    ('step 3', 'steps 1, 2, 7')
     """
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in itertools.islice(ranges, 20)]
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(shown)}{', ...' if len(ranges) > 20 else ''}"
+    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{', ...' if len(numbers) > _MOST_LISTED else ''}"
 
 
 class AppendedFile:
     """A file opened for appending, without a buffer: when ``write`` returns, the operating system has all data.
+
+    The constructor creates the file and its directory if they are missing.
 
     The methods raise OSError, also if the file was deleted or replaced. The operating system would accept writes to a
     deleted file, and the data would be lost.
@@ -98,6 +94,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        make_directory(path.parent)
         self._file = open_to_append(path)
 
     def write(self, data: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.interfaces import RunStatus
-from hwrl.run.report.records import AppendedFile, Metrics, encode_records, join_ranges, read_records
+from hwrl.run.report.records import AppendedFile, Metrics, encode_records, listed, read_records
 from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ class RunReport:
         kept, damaged = _read(path, last_step=last_step)
         missing = sorted(set(range(1, last_step + 1)) - {line["step"] for line in kept})
         if missing or damaged:
-            damage = [f"{join_ranges('step', missing)} of {last_step} missing"] if missing else []
-            damage += [f"{join_ranges('line', damaged)} damaged or out of order"] if damaged else []
+            damage = [f"{listed('step', missing)} of {last_step} missing"] if missing else []
+            damage += [f"{listed('line', damaged)} damaged or out of order"] if damaged else []
             self._log(
                 f"{path} is incomplete: {'; '.join(damage)}. "
                 "The run continues, because weights and prompts come from the checkpoint"

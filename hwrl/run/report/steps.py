@@ -232,12 +232,6 @@ class StepRecorder:
                 critic_s=outcome.metrics.get("timing_s/critic", 0.0),
             )
             self.report.trace(list(traces))
-        self.log_profile(outcome.profile)
-
-    def log_profile(self, message: str | None) -> None:
-        """Log where the trainer has written its profile, or why there is none."""
-        if message is not None:
-            self.log(message)
 
     def close(self, status: RunStatus) -> None:
         """Finish the trackers with ``status``, and close the files; nothing if no report is open."""

@@ -14,8 +14,7 @@ from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
 from hwrl.errors import DataError, EngineError, HwrlError, message_of, short_repr
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
-from hwrl.run.config import TENSORBOARD, Config
-from hwrl.run.report.tensorboard import TensorboardTracker
+from hwrl.run.config import Config
 from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
@@ -32,7 +31,7 @@ class TrackerThread:
     """Makes and calls a tracker in a thread of its own. After its first error, which is logged, it gets no more calls.
 
     ``make`` makes the tracker as soon as that of ``earlier`` has ended, or after ``wait_s``: then ``earlier`` is given
-    up, which is logged. ``log`` is called in the thread of the caller, not in the tracker's.
+    up, which is logged. ``log`` is called in any thread.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class TrackerThread:
         self.name = name
         self._make, self._log_line, self._earlier, self._wait_s = make, log, earlier, wait_s
         self._calls: Queue[_Call | None] = Queue(_MAX_WAITING)
-        self._error: str | None = None
-        self._over = self._finishes = self._has_waited = False
+        self._failing = threading.Lock()
+        self._has_failed = self._finishes = False
         self._thread = threading.Thread(target=self._work, name=f"hwrl tracker {name}", daemon=True)
         self._submit(lambda tracker: tracker.start(run))
         self._thread.start()
@@ -65,52 +64,46 @@ class TrackerThread:
     def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
         """Finish the tracker and wait for it, up to ``timeout_s``. A second call does nothing."""
         self.begin_finish(status)
-        if self._over:
-            return
-        self._join(timeout_s)
-        self._report_error()
-        self._over = True
+        with self._failing:  # its line in the log comes first
+            has_failed = self._has_failed
+        if not has_failed:
+            self._join(timeout_s)
 
     def begin_finish(self, status: RunStatus) -> None:
-        """Tell the tracker to finish. Does not block. The thread that gets this one as ``earlier`` logs its error."""
+        """Tell the tracker to finish. Does not block."""
         if not self._finishes:
             self._finishes = True
             self._submit(lambda tracker: tracker.finish(status))
             self._submit(None)
 
     def _submit(self, call: _Call | None) -> None:
-        if self._error is None:
+        if not self._has_failed:
             try:
                 self._calls.put_nowait(call)
             except Full:
-                self._error = f"{_MAX_WAITING:,} of its calls are waiting"
-        self._report_error()
+                self._fail(f"{_MAX_WAITING:,} of its calls are waiting")
 
     def _join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and self._error is None:
-            self._error = f"it did not finish within {timeout_s:g} s"
+        if self._thread.is_alive():
+            self._fail(f"it did not finish within {timeout_s:g} s")
 
-    def _report_error(self) -> None:
-        if self._earlier is not None:
-            has_waited = self._has_waited  # read first: a wait that ends now may have noted an error
-            self._earlier._report_error()
-            if has_waited and self._earlier._earlier is None:
-                self._earlier = None
-        if self._error is not None and not self._over:
-            self._over = True
-            self._log_line(f"the tracker {self.name} failed ({self._error}); the run continues without it")
+    def _fail(self, reason: str) -> None:
+        with self._failing:
+            if not self._has_failed:
+                self._has_failed = True
+                self._log_line(f"the tracker {self.name} failed ({reason}); the run continues without it")
 
     def _work(self) -> None:
         try:
             if self._earlier is not None:
                 self._earlier._join(self._wait_s)
-                self._has_waited = True
+                self._earlier = None
             tracker = self._make()
-            while self._error is None and (call := self._calls.get()) is not None:
+            while not self._has_failed and (call := self._calls.get()) is not None:
                 call(tracker)
         except BaseException as exc:  # noqa: BLE001 - foreign code, which may even call sys.exit; the run logs it
-            self._error = f"{type(exc).__name__}: {message_of(exc)}"
+            self._fail(f"{type(exc).__name__}: {message_of(exc)}")
 
 
 def make_tracker(config: Config, name: str) -> Tracker:
@@ -118,13 +111,11 @@ def make_tracker(config: Config, name: str) -> Tracker:
 
     Raises ConfigError, DataError or EngineError. Any other error of the function or the plugin is a DataError.
     """
-    if name == TENSORBOARD:
-        return TensorboardTracker()
     options = config.report.tracker_options.get(name, {})
     if ":" in name:
         make = partial(load_function(name, key="report.trackers"), options)
     else:
-        hook = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
+        hook = load_hook(name, "hwrl_tracker", asked_by="report.trackers")
         make = partial(hook, options=options)
     try:
         tracker = make()

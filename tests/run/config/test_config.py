@@ -177,7 +177,8 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer): return 0.0\n")
     paths = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
-    return {"dir": str(tmp_path / "run"), **paths, "reward": {"function": f"{tmp_path / 'mine.py'}:f"}}
+    others = {"reward": {"function": f"{tmp_path / 'mine.py'}:f"}, "report": {"trackers": []}}
+    return {"dir": str(tmp_path / "run"), **paths, **others}
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,14 @@ def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (lambda lines: [], "steps 1-5 of 5 missing"),
+        (lambda lines: [], "steps 1, 2, 3, 4, 5 of 5 missing"),
         (lambda lines: [lines[0], lines[2], lines[4]], "steps 2, 4 of 5 missing"),
         (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "step 3 of 5 missing; line 3 damaged or out of order"),
         (
             lambda lines: [*lines[:2], '{"step": 3}', *lines[3:4]],
             "steps 3, 5 of 5 missing; line 3 damaged or out of order",
         ),
-        (lambda lines: [lines[1], lines[0], "[" * 99999, *lines[2:]], "lines 2-3 damaged or out of order"),
+        (lambda lines: [lines[1], lines[0], "[" * 99999, *lines[2:]], "lines 2, 3 damaged or out of order"),
     ],
 )
 def test_a_resume_tells_which_steps_are_not_in_the_account(
@@ -111,7 +111,7 @@ def test_an_account_that_is_gone_is_told_of_too(tmp_path: Path) -> None:
     logged: list[str] = []
     RunReport(tmp_path, log=logged.append, resume_step=2).close()
     assert [text.partition(" of 2")[0] for text in logged] == [
-        f"{tmp_path / name} is incomplete: steps 1-2" for name in (METRICS, PROMPTS)
+        f"{tmp_path / name} is incomplete: steps 1, 2" for name in (METRICS, PROMPTS)
     ]
 
 

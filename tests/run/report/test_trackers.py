@@ -14,10 +14,10 @@ import pytest
 
 from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
-from hwrl.run.config import TENSORBOARD, Config, load_config
+from hwrl.run.config import Config, load_config
 from hwrl.run.report import RunReport
-from hwrl.run.report.tensorboard import TensorboardTracker
 from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
+from hwrl_trackers.tensorboard import TensorboardTracker
 
 DOCS = Path(__file__).parents[3] / "docs"
 RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {}, 0)
@@ -301,7 +301,7 @@ def test_a_tracker_that_has_ended_is_dropped() -> None:
     [
         (["report.trackers=[tensorboard,tensorboard]"], "has the same name twice"),
         (["report.tracker_options={wandb: {}}"], "not for wandb"),
-        (["report.tracker_options={tensorboard: {a: 1}}"], "not for tensorboard"),
+        (["report={trackers: [], tracker_options: {tensorboard: {a: 1}}}"], "not for tensorboard"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], told: str) -> None:
@@ -314,7 +314,10 @@ def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -
 
     for resume_step, steps in ((0, range(1, 6)), (3, range(4, 6))):
         thread = TrackerThread(
-            TENSORBOARD, TensorboardTracker, TrackedRun("0" * 32, "sorting", tmp_path, {}, resume_step), log=pytest.fail
+            "tensorboard",
+            TensorboardTracker,
+            TrackedRun("0" * 32, "sorting", tmp_path, {}, resume_step),
+            log=pytest.fail,
         )
         for step in steps:
             thread.log({"reward/mean": 0.5}, step=step)

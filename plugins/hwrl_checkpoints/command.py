@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.cli.arguments import local_path
+from hwrl.cli import local_path
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, DataError
 from hwrl.files import read_file
 
@@ -359,7 +359,7 @@ def _ledger(info: CheckpointInfo) -> dict[str, Any] | None:
 
 def _prompts(info: CheckpointInfo) -> str:
     """Return the number of prompts in each state, as text; empty without a ledger."""
-    from hwrl.rollout.ledger_state import count_prompts
+    from hwrl.rollout import count_prompts
 
     state = _ledger(info)
     if state is None:

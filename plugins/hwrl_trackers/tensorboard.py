@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hwrl.files import make_directory
+import hwrl
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
-from hwrl.run.report.records import AppendedFile
+from hwrl_trackers.options import check_tracker
 
 
 class TensorboardTracker(Tracker):
@@ -25,8 +25,9 @@ class TensorboardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
+        from hwrl.run import AppendedFile
+
         directory, step = run.directory / "tensorboard", run.resume_step + 1
-        make_directory(directory)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{step}"
         self._file = AppendedFile(directory / name)
         self._records = RecordWriter(self._file)
@@ -52,3 +53,9 @@ class TensorboardTracker(Tracker):
         except OSError:
             self._file.close()
             raise
+
+
+@hwrl.hookimpl
+def hwrl_tracker(options: Mapping[str, Any]) -> Tracker:
+    check_tracker("tensorboard", options, known=())
+    return TensorboardTracker()
