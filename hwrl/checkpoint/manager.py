@@ -21,7 +21,7 @@ from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.load import SavedTensors
 from hwrl.checkpoint.manifest import CheckpointInfo, copy_extra, find_checkpoints
 from hwrl.checkpoint.nodes import open_shared
-from hwrl.checkpoint.parts import make_template, require_parts, restore, rng_state, set_rng_state, take_state
+from hwrl.checkpoint.parts import require_parts, rng_state, set_rng_state, take_state
 from hwrl.checkpoint.resume import Resumed, load_newest
 from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
 from hwrl.checkpoint.staging import CapturedState, SaveTuning, StagingMemory
@@ -331,18 +331,11 @@ class CheckpointManager:
                 raise previous_error
             into = self._one_state(state, "nothing can be loaded", CheckpointError)
             inventory = self._shared.inventory(ranks)
-        template: dict[str, Any] = {}
-
-        def make_state(saved: SavedTensors) -> dict[str, Any]:
-            template.update(make_template(into, saved))
-            return template
-
-        resumed = load_newest(self._shared, inventory, make_state, step=step, backend=self._backend)
-        if resumed is not None:
-            restore(into, template)
+        resumed = load_newest(self._shared, inventory, into, step=step, backend=self._backend)
+        if resumed is not None and state is None:
             of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
             own = of_ranks[self._agreement.rank % len(of_ranks)]
-            if state is None and _RNG in own:
+            if _RNG in own:
                 set_rng_state(own[_RNG], self._backend)
         return resumed
 
