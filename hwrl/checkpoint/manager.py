@@ -183,7 +183,7 @@ class CheckpointManager:
             held_nbytes=self._staging.nbytes,
         )
 
-    def _refuse(self, call: int, step: int, exc: BaseException, previous_error: Exception | None) -> NoReturn:
+    def _refuse(self, call: int, step: int, exc: BaseException, previous_error: BaseException | None) -> NoReturn:
         """Raise ``exc``, also on the other ranks: they wait for this one."""
         error = not_saved(step, exc) if isinstance(exc, Exception) and not isinstance(exc, HwrlError) else exc
         if previous_error is not None:  # no later call raises it
@@ -203,13 +203,14 @@ class CheckpointManager:
             captured.state.close()
             raise
 
-    def _previous_error(self) -> Exception | None:
-        """Wait for the save in the background. Return its error, or None."""
-        try:
-            self.wait()
-        except Exception as exc:  # noqa: BLE001 - the caller raises it
-            return exc
-        return None
+    def _previous_error(self) -> BaseException | None:
+        """Wait for the save in the background. Return its error once, or None."""
+        self._require_own_process("no save can be waited for")
+        if self._background_save is None:
+            return None
+        error = self._background_save.exception()
+        self._background_save = None
+        return error
 
     def _begin_call(self, what: str, error: type[CheckpointError]) -> int:
         """Count this call and return its number.
@@ -254,12 +255,7 @@ class CheckpointManager:
 
         After an interrupt, for example KeyboardInterrupt, it may be called again.
         """
-        self._require_own_process("no save can be waited for")
-        if self._background_save is None:
-            return
-        error = self._background_save.exception()
-        self._background_save = None
-        if error is not None:
+        if (error := self._previous_error()) is not None:
             raise error
 
     def close(self) -> None:
