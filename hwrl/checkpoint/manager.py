@@ -21,7 +21,7 @@ from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.load import SavedTensors
 from hwrl.checkpoint.manifest import CheckpointInfo, copy_extra, find_checkpoints
 from hwrl.checkpoint.nodes import open_shared
-from hwrl.checkpoint.parts import make_template, require_parts, restore, rng_state, set_rng_state, take_state
+from hwrl.checkpoint.parts import require_parts, rng_state, set_rng_state, take_state
 from hwrl.checkpoint.resume import Resumed, load_newest
 from hwrl.checkpoint.save import CapturedSave, Saver, not_saved
 from hwrl.checkpoint.staging import CapturedState, SaveTuning, StagingMemory
@@ -183,7 +183,7 @@ class CheckpointManager:
             held_nbytes=self._staging.nbytes,
         )
 
-    def _refuse(self, call: int, step: int, exc: BaseException, previous_error: Exception | None) -> NoReturn:
+    def _refuse(self, call: int, step: int, exc: BaseException, previous_error: BaseException | None) -> NoReturn:
         """Raise ``exc``, also on the other ranks: they wait for this one."""
         error = not_saved(step, exc) if isinstance(exc, Exception) and not isinstance(exc, HwrlError) else exc
         if previous_error is not None:  # no later call raises it
@@ -203,13 +203,14 @@ class CheckpointManager:
             captured.state.close()
             raise
 
-    def _previous_error(self) -> Exception | None:
-        """Wait for the save in the background. Return its error, or None."""
-        try:
-            self.wait()
-        except Exception as exc:  # noqa: BLE001 - the caller raises it
-            return exc
-        return None
+    def _previous_error(self) -> BaseException | None:
+        """Wait for the save in the background. Return its error once, or None."""
+        self._require_own_process("no save can be waited for")
+        if self._background_save is None:
+            return None
+        error = self._background_save.exception()
+        self._background_save = None
+        return error
 
     def _begin_call(self, what: str, error: type[CheckpointError]) -> int:
         """Count this call and return its number.
@@ -254,12 +255,7 @@ class CheckpointManager:
 
         After an interrupt, for example KeyboardInterrupt, it may be called again.
         """
-        self._require_own_process("no save can be waited for")
-        if self._background_save is None:
-            return
-        error = self._background_save.exception()
-        self._background_save = None
-        if error is not None:
+        if (error := self._previous_error()) is not None:
             raise error
 
     def close(self) -> None:
@@ -331,18 +327,11 @@ class CheckpointManager:
                 raise previous_error
             into = self._one_state(state, "nothing can be loaded", CheckpointError)
             inventory = self._shared.inventory(ranks)
-        template: dict[str, Any] = {}
-
-        def make_state(saved: SavedTensors) -> dict[str, Any]:
-            template.update(make_template(into, saved))
-            return template
-
-        resumed = load_newest(self._shared, inventory, make_state, step=step, backend=self._backend)
-        if resumed is not None:
-            restore(into, template)
+        resumed = load_newest(self._shared, inventory, into, step=step, backend=self._backend)
+        if resumed is not None and state is None:
             of_ranks = resumed.rank_extras  # there may be fewer saved ranks than ranks now
             own = of_ranks[self._agreement.rank % len(of_ranks)]
-            if state is None and _RNG in own:
+            if _RNG in own:
                 set_rng_state(own[_RNG], self._backend)
         return resumed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from hwrl.checkpoint.manifest import (
     verify_files,
 )
 from hwrl.checkpoint.nodes import Inventory, SharedDirectory
+from hwrl.checkpoint.parts import make_template, restore
 from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 from hwrl.interfaces import Backend
 
 _log = logging.getLogger(__name__)
-
-MakeState = Callable[[SavedTensors], dict[str, Any]]
-"""Returns the state to load a checkpoint into."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class Resumed:
 
 
 def load_newest(
-    shared: SharedDirectory, inventory: Inventory, make_state: MakeState, *, step: int | None, backend: Backend
+    shared: SharedDirectory, inventory: Inventory, state: dict[str, Any], *, step: int | None, backend: Backend
 ) -> Resumed | None:
-    """Load the newest resumable checkpoint, or exactly ``step``, into the state that ``make_state`` returns.
+    """Load the newest resumable checkpoint, or exactly ``step``, into ``state`` and its objects.
 
     All ranks do it together. Return None if no step is complete and none is lost.
     """
@@ -69,7 +66,7 @@ def load_newest(
         path = shared.path / step_name(candidate)
         reason = _find_damage(shared, path)
         if reason is None:
-            return _load(shared, path, make_state, skipped, backend)
+            return _load(shared, path, state, skipped, backend)
         _log.warning("skipping %s: %s", path, reason)
         skipped.append(Skipped(path, reason))
         shared.damaged.add(path)
@@ -111,17 +108,19 @@ def _find_damage(shared: SharedDirectory, path: Path) -> str | None:
 
 
 def _load(
-    shared: SharedDirectory, path: Path, make_state: MakeState, skipped: list[Skipped], backend: Backend
+    shared: SharedDirectory, path: Path, state: dict[str, Any], skipped: list[Skipped], backend: Backend
 ) -> Resumed:
     """Load ``path``. No rank begins to load before the states of all ranks have been checked."""
     with torch.device("cpu"):  # torch's reader must not allocate on the caller's default device
         with shared.agreement.round() as ranks:
             info = inspect_checkpoint(path)
             saved = SavedTensors(info)
-            load = saved.plan(make_state(saved))
+            template = make_template(state, saved)
+            load = saved.plan(template)
             answers = ranks.gather([shared.node, load.unwanted])
             if answers is not None:
                 require_all_wanted(answers)
         with shared.agreement.round(), backend.allocating("the checkpoint"):
             load.run()
+    restore(state, template)
     return Resumed(info, *read_extra(info), skipped)

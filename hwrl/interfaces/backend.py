@@ -127,6 +127,16 @@ class StreamLike(Protocol):
     def __exit__(self, *exc: Any) -> Any: ...
 
 
+_UNSUPPORTED = {
+    Capability.SHARED_DEVICE_GROUPS: "most collective libraries need a device of its own for each rank",
+    Capability.DEVICE_IPC: "the backend does not implement it",
+    Capability.COMM_ABORT: "the backend does not implement it",
+    Capability.REGISTERED_MEMORY: "the backend does not implement it",
+    Capability.VARLEN_ATTENTION: "no fused kernel: sequences are padded to the longest",
+    Capability.COMPILED_TRAINING: "torch's compiler is not proven on this device",
+}
+
+
 class Backend:
     """One kind of device, in this process.
 
@@ -151,18 +161,12 @@ class Backend:
 
     def supports(self, capability: Capability) -> Support:
         """Return whether this backend has ``capability``, with the reason."""
-        if capability is Capability.SHARED_DEVICE_GROUPS:
-            return Support("unsupported", "most collective libraries need a device of its own for each rank")
         if capability is Capability.COLLECTIVES:
             return self._collectives()
         if capability is Capability.COMM_ABORT and not self.supports(Capability.COLLECTIVES).usable:
             return Support("unverified", "groups staged through the host end with their connections")
-        if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
-            return Support("unsupported", "the backend does not implement it")
-        if capability is Capability.VARLEN_ATTENTION:
-            return Support("unsupported", "no fused kernel: sequences are padded to the longest")
-        if capability is Capability.COMPILED_TRAINING:
-            return Support("unsupported", "torch's compiler is not proven on this device")
+        if (reason := _UNSUPPORTED.get(capability)) is not None:
+            return Support("unsupported", reason)
         return Support("unverified", "torch's generic implementation, not proven on this device")
 
     def _collectives(self) -> Support:

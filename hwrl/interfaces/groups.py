@@ -194,28 +194,6 @@ class PromptGroup:
         return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
     @classmethod
-    def join(
-        cls,
-        responses: Sequence[Response],
-        *,
-        sequence_number: int,
-        lease_id: int,
-        incarnation: int,
-        prompt_ids: Ints,
-        rewards: Sequence[float],
-        metrics: dict[str, float],
-    ) -> PromptGroup:
-        """Return the group of single-turn ``responses`` to one prompt; ``rewards`` has one number per response."""
-        return cls.of_samples(
-            [(Trajectory.single_turn(prompt_ids, response),) for response in responses],
-            sequence_number=sequence_number,
-            lease_id=lease_id,
-            incarnation=incarnation,
-            rewards=rewards,
-            metrics=metrics,
-        )
-
-    @classmethod
     def of_samples(
         cls,
         samples: Sequence[Sequence[Trajectory]],

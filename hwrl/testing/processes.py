@@ -109,19 +109,15 @@ class Processes:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for rank, child in enumerate(self._children):
-            if child.is_alive():
-                self.kill(rank)
+        for child, pipe in zip(self._children, self._pipes, strict=True):
+            child.kill()
             child.join()
-            self._pipes[rank].close()
+            pipe.close()
             child.close()
 
     def kill(self, rank: int) -> None:
         """Kill ``rank`` with SIGKILL; its outcome is then an error. Does nothing if the rank has ended."""
-        pid = self._children[rank].pid
-        assert pid is not None, "started in __enter__"
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.kill(pid, signal.SIGKILL)
+        self._children[rank].kill()
 
     def wait(self, rank: int) -> RankOutcome:
         """Block until ``rank`` ends or the deadline comes; return its outcome. At the deadline that is an error."""
@@ -151,17 +147,13 @@ class Processes:
         seen = wait(set().union(*signals.values()), max(0.0, deadline - time.monotonic()))
         return [rank for rank in ranks if not signals[rank].isdisjoint(seen)]
 
-    def _show_stacks(self, rank: int) -> None:
-        pid = self._children[rank].pid
-        assert pid is not None, "started in __enter__"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, _SHOW_STACKS)
-            self._children[rank].join(_SHOW_S)  # time to print; the signal kills a rank that has no handler yet
-
     def _read(self, rank: int, deadline: float) -> RankOutcome:
         pipe, child = self._pipes[rank], self._children[rank]
         if not self._wait_for_some([rank], deadline):
-            self._show_stacks(rank)
+            assert child.pid is not None, "started in __enter__"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, _SHOW_STACKS)
+                child.join(_SHOW_S)  # time to print; the signal kills a rank that has no handler yet
             return RankOutcome(rank, error=_no_result(rank, "it was still running at the deadline"))
         try:
             if not pipe.poll():

@@ -6,6 +6,7 @@ import numpy as np
 
 from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease
+from tests.support.single_turns import join_responses
 
 
 def finished(
@@ -17,7 +18,7 @@ def finished(
 ) -> PromptGroup:
     tokens = np.array(versions or [lease.version], dtype=np.int32)
     response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
-    return PromptGroup.join(
+    return join_responses(
         [response] * len(rewards),
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,

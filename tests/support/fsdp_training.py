@@ -20,6 +20,7 @@ from hwrl.train.advantages import group_advantages
 from hwrl.train.batches import collate
 from hwrl.train.packing import make_pack
 from tests.support.near import assert_near
+from tests.support.single_turns import join_responses
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def groups_of(count: int, *, seed: int) -> list[PromptGroup]:
                 )
             )
         groups.append(
-            PromptGroup.join(
+            join_responses(
                 responses,
                 sequence_number=number,
                 lease_id=number,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hwrl.interfaces import Ints, PromptGroup, Response
+from tests.support.single_turns import join_responses
 
 
 def ints(*numbers: int) -> Ints:
@@ -19,7 +20,7 @@ def response(length: int, *, truncated: bool = False) -> Response:
 
 def group_of(rewards: Sequence[float], *, lengths: Sequence[int] = (), truncated: Sequence[bool] = ()) -> PromptGroup:
     lengths, truncated = lengths or [1] * len(rewards), truncated or [False] * len(rewards)
-    return PromptGroup.join(
+    return join_responses(
         [response(length, truncated=cut) for length, cut in zip(lengths, truncated, strict=True)],
         sequence_number=0,
         lease_id=0,

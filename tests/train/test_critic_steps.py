@@ -19,6 +19,7 @@ from hwrl.train import Algorithm, AsyncTrainer, CriticEngine, Engines, FsdpEngin
 from hwrl.train.batches import token_rewards
 from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on
 from tests.support.near import assert_near
+from tests.support.single_turns import join_responses
 
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 
@@ -173,7 +174,7 @@ def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list
     for number, row in enumerate(tokens.int().numpy()):
         response = Response(row[3:], logprobs[number].numpy(), np.full(2, version, np.int32), truncated=False)
         places: dict[str, Any] = {"sequence_number": number, "lease_id": number, "incarnation": 0, "metrics": {}}
-        groups.append(PromptGroup.join([response], prompt_ids=row[:3], rewards=[float(rewards[number])], **places))
+        groups.append(join_responses([response], prompt_ids=row[:3], rewards=[float(rewards[number])], **places))
     return groups
 
 

@@ -11,6 +11,7 @@ import torch
 from hwrl.interfaces import LossInputs, PromptGroup, Response
 from hwrl.train import PolicyLoss, mismatch_kl
 from hwrl.train.batches import collate
+from tests.support.single_turns import join_responses
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:
@@ -18,7 +19,7 @@ def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: 
     for index, length in enumerate(lengths or [1] * len(rewards)):
         tokens = np.arange(length, dtype=np.int32) + 10 * (index + 1)
         responses.append(Response(tokens, -tokens.astype(np.float32), tokens * 0, truncated=False))
-    return PromptGroup.join(
+    return join_responses(
         responses,
         sequence_number=0,
         lease_id=0,

@@ -29,6 +29,7 @@ from hwrl.train import (
     UserLoss,
     move_metrics,
 )
+from tests.support.single_turns import join_responses
 
 GOOD, BAD = 5, 9
 
@@ -100,7 +101,7 @@ def group_of(*, version: int, logprob: float = -2.77, incarnation: int = 0) -> P
         )
         for token in (GOOD, BAD)
     ]
-    return PromptGroup.join(
+    return join_responses(
         responses,
         sequence_number=0,
         lease_id=0,

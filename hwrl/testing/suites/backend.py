@@ -62,6 +62,8 @@ class TestWeights(conformance.WeightsContract):
 
 
 class _OnBuiltInTrainEngine:
+    level = conformance.Level.TRAIN
+
     @pytest.fixture
     def subject(self) -> Subject:
         """The built-in train engine."""
@@ -71,19 +73,13 @@ class _OnBuiltInTrainEngine:
 class TestBuiltInTrainNumbers(_OnBuiltInTrainEngine, conformance.TrainNumbersContract):
     """The numbers of the built-in train engine."""
 
-    level = conformance.Level.TRAIN
-
 
 class TestBuiltInTrainOffload(_OnBuiltInTrainEngine, conformance.TrainOffloadContract):
     """Its parameters on the host."""
 
-    level = conformance.Level.TRAIN
-
 
 class TestBuiltInTrainRanks(_OnBuiltInTrainEngine, conformance.TrainRanksContract):
     """Two ranks of it."""
-
-    level = conformance.Level.TRAIN
 
 
 class TestBuiltInTrainState(_OnBuiltInTrainEngine, conformance.TrainStateContract):
@@ -91,6 +87,8 @@ class TestBuiltInTrainState(_OnBuiltInTrainEngine, conformance.TrainStateContrac
 
 
 class _OnBuiltInRolloutEngine:
+    level = conformance.Level.ROLLOUT
+
     @pytest.fixture
     def subject(self) -> Subject:
         """The built-in rollout engine."""
@@ -100,19 +98,13 @@ class _OnBuiltInRolloutEngine:
 class TestBuiltInRolloutNumbers(_OnBuiltInRolloutEngine, conformance.RolloutNumbersContract):
     """The numbers of the built-in rollout engine."""
 
-    level = conformance.Level.ROLLOUT
-
 
 class TestBuiltInRolloutSleep(_OnBuiltInRolloutEngine, conformance.RolloutSleepContract):
     """Its memory."""
 
-    level = conformance.Level.ROLLOUT
-
 
 class TestBuiltInRolloutReceivers(_OnBuiltInRolloutEngine, conformance.RolloutReceiversContract):
     """Its receivers of weights."""
-
-    level = conformance.Level.ROLLOUT
 
 
 class TestBuiltInRollout(_OnBuiltInRolloutEngine, conformance.RolloutContract):

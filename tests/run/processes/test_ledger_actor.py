@@ -15,6 +15,7 @@ from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease, UntrainedPrompts
 from hwrl.run.config import Config, parse_config
 from hwrl.run.ledger import EMPTY_LEDGER, BatchInfo, LedgerActor
+from tests.support.single_turns import join_responses
 
 
 def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> Config:
@@ -35,7 +36,7 @@ def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop")
 
 def finished(lease: PromptLease) -> PromptGroup:
     tokens = np.array([lease.version], dtype=np.int32)
-    return PromptGroup.join(
+    return join_responses(
         [Response(tokens, tokens.astype(np.float32), tokens, truncated=False)] * 2,
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,

@@ -12,6 +12,7 @@ import pytest
 from hwrl.interfaces import Ints, PromptGroup, Response, Segment, Trajectory
 from hwrl.run.report import SAMPLES, RunReport, pick_samples, read_lines
 from hwrl.run.report.samples import MAX_CHARS
+from tests.support.single_turns import join_responses
 
 METRICS_OF_A_STEP = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0}
 
@@ -31,7 +32,7 @@ def response(*numbers: int, version: int) -> Response:
 
 
 def single_turn(number: int, *, size: int = 2) -> PromptGroup:
-    return PromptGroup.join(
+    return join_responses(
         [response(number, row, version=number % 3) for row in range(size)],
         sequence_number=number,
         lease_id=0,

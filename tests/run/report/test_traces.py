@@ -17,6 +17,7 @@ from hwrl.run.ledger import BatchInfo, LedgerActor
 from hwrl.run.report import RunReport
 from hwrl.run.report.steps import finish_traces
 from hwrl.run.report.trackers import TrackerThread
+from tests.support.single_turns import join_responses
 
 SPANS = (Span("lease", 10.0, 11.0), Span("generate", 11.0, 13.0, {"sample": 0}), Span("reward", 13.0, 14.0))
 TIMES: Any = {
@@ -71,7 +72,7 @@ def test_no_span_is_negative_if_a_replicas_clock_is_ahead() -> None:
 
 def group_of(sequence_number: int, lease_id: int, spans: tuple[Span, ...]) -> PromptGroup:
     tokens = np.array([0], dtype=np.int32)
-    group = PromptGroup.join(
+    group = join_responses(
         [Response(tokens, tokens.astype(np.float32), tokens, truncated=False)] * 2,
         sequence_number=sequence_number,
         lease_id=lease_id,
