@@ -71,3 +71,7 @@ class LeaseQueue:
         ready = [lease for lease in self._waiting if lease.incarnation == incarnation and lease.version <= version]
         self._waiting = [lease for lease in self._waiting if lease not in ready and lease.incarnation >= incarnation]
         return ready
+
+    def drop_older(self, *, incarnation: int) -> None:
+        """Drop the waiting leases of earlier incarnations. Those of a later one wait for its weights."""
+        self._waiting = [lease for lease in self._waiting if lease.incarnation >= incarnation]

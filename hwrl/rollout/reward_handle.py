@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import pickle
+import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -16,13 +16,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import RewardColumns, Scores, where
-from hwrl.rollout.reward_process import JOB, LOADED, LOOP_BROKEN, Notes, RewardSettings
+from hwrl.rollout.reward_process import JOB, LOADED, LOOP_BROKEN, Notes, RewardSettings, send_frame
 
 
 @dataclass(eq=False)
@@ -58,34 +57,34 @@ class RewardProcess:
 
     def __init__(self, settings: RewardSettings, *, frame_timeout_s: float) -> None:
         self._frame_timeout_s = frame_timeout_s
-        ours, theirs = socket.socketpair()
-        with ours, theirs, tempfile.TemporaryFile() as notes:
-            notes.truncate(Notes.size)
-            code = (
-                f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-                "from hwrl.rollout.reward_process import main; "
-                f"main({theirs.fileno()}, {notes.fileno()}, {os.getpid()})"
-            )
-            # Not multiprocessing: it would import the main module, which is Ray's in a replica.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), notes.fileno()),
-                process_group=0,
-            )
-            self._notes = Notes(notes.fileno())
-            limit = struct.pack("@ll", int(frame_timeout_s), int(frame_timeout_s % 1 * 1e6))  # a timeval
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, limit)
-            self.connection = Connection(ours.detach())
+        self.connection, theirs = socket.socketpair()
+        self.connection.settimeout(frame_timeout_s)
+        with contextlib.ExitStack() as started:
+            started.enter_context(self.connection)
+            with theirs, tempfile.TemporaryFile() as notes:
+                notes.truncate(Notes.size)
+                code = (
+                    f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
+                    "from hwrl.rollout.reward_process import main; "
+                    f"main({theirs.fileno()}, {notes.fileno()}, {os.getpid()})"
+                )
+                # Not multiprocessing: it would import the main module, which is Ray's in a replica.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), notes.fileno()),
+                    process_group=0,
+                )
+                self._notes = Notes(notes.fileno())
+            started.pop_all()  # nothing has failed: the connection stays open
         self.is_loading = True
         self.columns = RewardColumns()
         self.jobs: dict[int, ScoringJob] = {}
         self._capacity, self._batch, self._stuck = 1, settings.batch, False
         self._busy_since_s = time.monotonic()  # loading the function counts as a job
         try:
-            self.connection.send_bytes(pickle.dumps(settings))
-        except BlockingIOError:  # the process has part of a frame, and would wait for the rest
+            send_frame(self.connection, pickle.dumps(settings))
+        except TimeoutError:  # the process has part of a frame, and would wait for the rest
             self.end()
             raise
         except OSError:  # it is dead; the next read finds that
@@ -99,7 +98,11 @@ class RewardProcess:
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended and nothing that it sent is unread. A child of it may hold the socket open."""
-        return self._process.poll() is not None and not self.connection.poll()
+        if self._process.poll() is None:
+            return False
+        unread = select.poll()
+        unread.register(self.connection, select.POLLIN)
+        return not unread.poll(0)
 
     @property
     def must_end(self) -> bool:
@@ -120,7 +123,7 @@ class RewardProcess:
         if not self.jobs:
             self._busy_since_s = time.monotonic()
         self.jobs[job.number] = job
-        self.connection.send_bytes(JOB.pack(job.number) + job.message)
+        send_frame(self.connection, JOB.pack(job.number) + job.message)
 
     @property
     def called_s(self) -> float:

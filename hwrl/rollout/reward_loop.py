@@ -11,20 +11,29 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hwrl.rollout.reward import RewardFunction, Scores, ToScore, where
-from hwrl.rollout.reward_process import JOB, LOOP_BROKEN, Notes, RewardSettings, answer_of, not_scored
+from hwrl.rollout.reward_process import (
+    JOB,
+    LOOP_BROKEN,
+    Notes,
+    RewardSettings,
+    answer_of,
+    not_scored,
+    receive_frame,
+    send_frame,
+)
 
 _PULSE_S = 1.0
 _CANCEL_S = 1.0
 """How long a cancelled call may take to end."""
 
 
-def serve(connection: Connection, reward: RewardFunction, settings: RewardSettings, notes: Notes) -> None:
+def serve(connection: socket.socket, reward: RewardFunction, settings: RewardSettings, notes: Notes) -> None:
     """Score jobs from ``connection`` until it is closed; then, or if the loop ends before, end the process."""
     try:
         asyncio.run(_Loop(connection, reward, settings, notes).serve())
@@ -33,7 +42,9 @@ def serve(connection: Connection, reward: RewardFunction, settings: RewardSettin
 
 
 class _Loop:
-    def __init__(self, connection: Connection, reward: RewardFunction, settings: RewardSettings, notes: Notes) -> None:
+    def __init__(
+        self, connection: socket.socket, reward: RewardFunction, settings: RewardSettings, notes: Notes
+    ) -> None:
         self._connection, self._reward, self._settings, self._notes = connection, reward, settings, notes
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._jobs: set[asyncio.Task[None]] = set()
@@ -48,7 +59,7 @@ class _Loop:
 
     def _read(self) -> None:
         try:
-            job = asyncio.create_task(self._answer(self._connection.recv_bytes()))
+            job = asyncio.create_task(self._answer(receive_frame(self._connection)))
         except (EOFError, OSError):  # the replica has closed its workers
             os._exit(0)
         self._jobs.add(job)
@@ -62,7 +73,7 @@ class _Loop:
             os._exit(LOOP_BROKEN)
         except BaseException as exc:  # noqa: BLE001 - the answer's class is missing here; it is reported
             scores = not_scored(exc)
-        self._connection.send_bytes(answer_of(number, scores))
+        send_frame(self._connection, answer_of(number, scores))
 
     async def _score(self, work: ToScore, number: int) -> Scores:
         calls = enumerate(self._reward.calls(work))

@@ -3,8 +3,9 @@
 The process imports neither torch nor numpy, unless the user's function does: so it starts in 0.1 s. With an async
 function it scores many prompts at once (:mod:`hwrl.rollout.reward_loop`).
 
-A job for the process is its number (8 bytes) and a pickle, because the ``answer`` of a row may be any value; the
-replica itself writes the pickle. The process sends JSON back: the job's number and the result.
+A frame is its length (8 bytes) and its content. A job for the process is its number (8 bytes) and a pickle, because the
+``answer`` of a row may be any value; the replica itself writes the pickle. The process sends JSON back: the job's
+number and the result.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import struct
 import sys
 import time
 from dataclasses import astuple, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hwrl.errors import HwrlError
@@ -30,6 +31,8 @@ from hwrl.rollout.reward import RewardFunction, Scores, ToScore, load_reward, sc
 
 JOB = struct.Struct("<Q")
 """A job's number, from 1 on."""
+_LENGTH = struct.Struct("<Q")
+"""The length of a frame."""
 LOADED = 0
 """The number of the first answer. It says that the function is loaded, or has the sentences of the error."""
 LOOP_BROKEN = 83
@@ -79,6 +82,27 @@ class Notes:
         return alive_s, job, index, attempt
 
 
+def send_frame(connection: socket.socket, content: bytes) -> None:
+    """Send ``content`` as one frame. Blocks until the socket has taken it; raises OSError."""
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Return the content of the next frame. Blocks; raises EOFError if the other end is closed, or OSError."""
+    (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    return _receive(connection, nbytes)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    content = bytearray()
+    while len(content) < nbytes:
+        part = connection.recv(min(nbytes - len(content), 1 << 20))
+        if not part:
+            raise EOFError("the other end is closed")
+        content += part
+    return bytes(content)
+
+
 def main(jobs: int, notes: int, parent: int) -> None:
     """Serve jobs from the socket ``jobs`` until it is closed; note each call in the file ``notes``.
 
@@ -93,18 +117,18 @@ def main(jobs: int, notes: int, parent: int) -> None:
     memory = Notes(notes)
     os.close(notes)
     with contextlib.suppress(EOFError, ConnectionError):  # the replica has closed its workers, or is dead
-        _serve(Connection(jobs), memory)
+        _serve(socket.socket(fileno=jobs), memory)
 
 
-def _serve(connection: Connection, notes: Notes) -> None:
-    settings: RewardSettings = pickle.loads(connection.recv_bytes())
+def _serve(connection: socket.socket, notes: Notes) -> None:
+    settings: RewardSettings = pickle.loads(receive_frame(connection))
     try:
         reward = RewardFunction(load_reward(settings.function, source=settings.source), batch=settings.batch)
     except HwrlError as exc:
-        connection.send_bytes(answer_of(LOADED, {"error": [exc.what, exc.why, exc.fix]}))
+        send_frame(connection, answer_of(LOADED, {"error": [exc.what, exc.why, exc.fix]}))
         return
     capacity = settings.concurrency if reward.is_async else 1
-    connection.send_bytes(answer_of(LOADED, {"columns": astuple(reward.columns), "capacity": capacity}))
+    send_frame(connection, answer_of(LOADED, {"columns": astuple(reward.columns), "capacity": capacity}))
     if reward.is_async:
         from hwrl.rollout.reward_loop import serve  # imports asyncio
 
@@ -112,11 +136,11 @@ def _serve(connection: Connection, notes: Notes) -> None:
         return
     home = os.getcwd()
     while True:
-        job = connection.recv_bytes()
+        job = receive_frame(connection)
         (number,) = JOB.unpack_from(job)
         os.chdir(home)
         result = _score(job[JOB.size :], reward, settings.attempts, partial(notes.note_call, number))
-        connection.send_bytes(answer_of(number, result))
+        send_frame(connection, answer_of(number, result))
 
 
 def answer_of(number: int, result: Any) -> bytes:

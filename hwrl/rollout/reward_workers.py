@@ -7,13 +7,13 @@ import itertools
 import logging
 import math
 import pickle
+import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
 from hwrl.errors import DataError, short_repr
@@ -21,7 +21,7 @@ from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import Scores, ToScore
 from hwrl.rollout.reward_handle import RewardProcess, ScoringJob
-from hwrl.rollout.reward_process import LOADED, RewardSettings
+from hwrl.rollout.reward_process import LOADED, RewardSettings, receive_frame
 
 _log = logging.getLogger(__name__)
 _BACKLOG_S = 0.1
@@ -99,6 +99,7 @@ class RewardWorkers:
         self._next_start_s = -math.inf  # in seconds of time.monotonic: no additional worker starts before
         self._loaded: Future[None] = Future()
         self._closed = False
+        self._selector = selectors.DefaultSelector()
         self._wake_up_socket, self._waking_end = socket.socketpair()
         self._waking_end.setblocking(False)
         # This thread starts all processes, because the kernel ends a process with the thread that started it.
@@ -134,17 +135,17 @@ class RewardWorkers:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._wake_up_socket, self._waking_end:
+        with self._selector, self._wake_up_socket, self._waking_end:
             try:
+                self._selector.register(self._wake_up_socket, selectors.EVENT_READ)
                 self._start_worker()
                 while not self._closed:
                     self._send_jobs()
-                    worker_of = {worker.connection: worker for worker in self._workers}
-                    for ready in wait([self._wake_up_socket, *worker_of], self._wait_s()):
-                        if isinstance(ready, Connection):
-                            self._receive(worker_of[ready])
-                        else:
+                    for key, _ in self._selector.select(self._wait_s()):
+                        if key.data is None:
                             self._wake_up_socket.recv(1 << 12)
+                        else:
+                            self._receive(key.data)
                     self._end_late()
             except Exception as exc:  # noqa: BLE001 - logged; the futures must not wait for ever
                 _log.exception("no more responses are scored")
@@ -202,10 +203,13 @@ class RewardWorkers:
 
     def _start_worker(self) -> None:
         try:
-            self._workers.append(RewardProcess(self._settings, frame_timeout_s=self._frame_timeout_s))
+            worker = RewardProcess(self._settings, frame_timeout_s=self._frame_timeout_s)
         except OSError as exc:
             fix = "free memory or processes"
             self._note_failed_start(DataError("no reward worker can start", why=str(exc), fix=fix))
+            return
+        self._workers.append(worker)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def _note_failed_start(self, error: DataError) -> None:
         """Start no additional worker for ``retry_s``. If there is no other worker, fail the oldest job."""
@@ -220,7 +224,7 @@ class RewardWorkers:
 
     def _receive(self, worker: RewardProcess) -> None:
         try:
-            frame = worker.connection.recv_bytes()
+            frame = receive_frame(worker.connection)
         except (EOFError, OSError):
             self._lose(worker, grace_s=_EXIT_S)
             return
@@ -230,8 +234,7 @@ class RewardWorkers:
             self._lose(worker, "sent an answer to no question (does it fork, and return twice?)")
             return
         if error is not None or worker.must_end:
-            self._workers.remove(worker)
-            worker.end()
+            self._remove(worker)
         if error is not None:
             self._note_failed_start(error)
         elif not self._loaded.done():
@@ -258,8 +261,7 @@ class RewardWorkers:
         A ``late`` call fails its job at once, and the death of a process at the second time. ``how`` continues the
         words "its process"; the default is how it ended. A process that has not loaded the function is a failed start.
         """
-        self._workers.remove(worker)
-        ended, jobs = worker.end(grace_s=grace_s), list(worker.jobs.values())
+        ended, jobs = self._remove(worker, grace_s=grace_s), list(worker.jobs.values())
         why = f"its worker {how or ended} in the reward function"
         if late:
             why = f"the reward function did not return within {self._timeout_s:g} s"
@@ -274,6 +276,11 @@ class RewardWorkers:
             for job in jobs:
                 job.alone, job.errors = True, job.errors + (len(jobs) == 1)
             self._jobs.extendleft(reversed(jobs))
+
+    def _remove(self, worker: RewardProcess, *, grace_s: float = 0.0) -> str:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.connection)
+        return worker.end(grace_s=grace_s)
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for an event at most; None without limit."""

@@ -204,6 +204,7 @@ class Rollouter:
         for group in self._scoring:
             group.cancel()
         self._scoring = []
+        self._leases.drop_older(incarnation=self._incarnation)
         self._evaluator.restart()
 
     def _request_weights(self) -> None:

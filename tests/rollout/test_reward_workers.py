@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.rollout import Prompt, RewardWorkers, Scores
+from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle
+from hwrl.rollout.reward_process import send_frame
 from tests.support.interrupting import before_each_line
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 from tests.support.speed import slow
@@ -161,7 +162,7 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
         "    for fd in map(int, os.listdir('/proc/self/fd')) if answer else ():\n"
         "        try:\n"
         "            if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):\n"
-        "                os.write(fd, struct.pack('!i', len(answer)) + answer)\n"
+        "                os.write(fd, struct.pack('<Q', len(answer)) + answer)\n"
         "        except OSError:\n"
         "            pass\n"
         "    return 1.0\n"
@@ -198,15 +199,15 @@ def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_
 
 
 def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_bytes, begun = Connection.send_bytes, set()
+    begun = set()
 
-    def send(connection: Connection, content: bytes) -> None:
+    def send(connection: socket.socket, content: bytes) -> None:
         if connection in begun:
             raise BrokenPipeError("nobody listens")
         begun.add(connection)
-        send_bytes(connection, content)
+        send_frame(connection, content)
 
-    monkeypatch.setattr(Connection, "send_bytes", send)
+    monkeypatch.setattr(reward_handle, "send_frame", send)
     assert "was killed by SIGKILL" in str(score(start("length")).result(600).failure)
 
 
