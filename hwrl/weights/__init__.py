@@ -24,10 +24,10 @@ The objects on the way, from the user's call to the memory:
   :class:`SenderRound` (one attempt) → a :class:`TransportSender`, which reads the :class:`WeightSource` by a
   :class:`TensorReader` and packs slabs into a :class:`SlabRing`.
 - Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START) →
-  :class:`WeightIntake` (the bytes, VOTE and DECISION of one member) → :class:`ReceiverRound` (one attempt) → a
+  ``WeightIntake`` (the bytes, VOTE and DECISION of one member) → :class:`ReceiverRound` (one attempt) → a
   :class:`TransportReceiver`, which fills a :class:`Destination`.
 - Receiver in an engine: the engine's process has the :class:`LinkRegistrations`, and each worker an
-  :class:`EngineReceiver` with a :class:`WeightIntake`.
+  :class:`EngineReceiver` with a ``WeightIntake``.
 
 Nothing here authenticates anybody. Any process with a connection to the store can join a link or depose its sender;
 the store itself keeps strangers out (:mod:`hwrl.comm`).
@@ -39,10 +39,8 @@ from hwrl.weights.destination import (
     TensorLoader,
     TensorStream,
     ring_nbytes_of,
-    ring_slots,
 )
 from hwrl.weights.engine_receiver import EngineReceiver, Taken
-from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import withdraw
 from hwrl.weights.memory import receiver_nbytes, sender_nbytes
@@ -103,7 +101,6 @@ __all__ = [
     "TransportPayload",
     "TransportReceiver",
     "TransportSender",
-    "WeightIntake",
     "WeightLayout",
     "WeightReceiver",
     "WeightSender",
@@ -113,7 +110,6 @@ __all__ = [
     "installed_transports",
     "receiver_nbytes",
     "ring_nbytes_of",
-    "ring_slots",
     "sender_nbytes",
     "slab_sizes",
     "whole_rules",

@@ -91,8 +91,7 @@ class ControlChannel:
         return None if found == _ABSENT.encode() else found
 
     def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._do(self.store.delete_key, key)
+        self._do(lambda: [self.store.delete_key(key) for key in keys])
 
     # -- notes about a proposal: the sender's, or those of a member ---------------------------------------------
 
@@ -204,10 +203,10 @@ class ControlChannel:
 
     def forget(self, proposal: Proposal) -> None:
         """Delete the messages about a proposal. No receiver may still be waiting for one."""
-        for note in (Note.START, Note.DECISION, Note.PROPOSAL):
-            self.erase(proposal, note)
-        for note in (Note.READY, Note.VOTE):
-            self.erase(proposal, note, members=proposal.to)
+        keys = [f"{note}/{proposal.number}" for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
+        for member in proposal.to:
+            keys += f"{Note.READY}/{proposal.number}/{member}", f"{Note.VOTE}/{proposal.number}/{member}"
+        self._delete(keys)
 
     # -- the sender reads ---------------------------------------------------------------------------------------
 

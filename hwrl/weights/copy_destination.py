@@ -106,7 +106,7 @@ class CopyDestination:
     ) -> CopyDestination:
         """Return a destination of whole tensors, ``targets``, with the names, shapes and dtypes of the sent ones."""
         for entry in layout.entries:
-            _check_target(entry, targets.get(entry.name), backend.device())
+            _check_target(entry, targets.get(entry.name))
         tensors = {entry.name: targets[entry.name].detach() for entry in layout.entries}
         return cls(
             layout, whole_rules(layout, tensors), backend=backend, slabs=slabs, ring_nbytes=ring_nbytes, tensors=tensors
@@ -297,7 +297,7 @@ def _first_byte(tensor: torch.Tensor) -> int:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device) -> None:
+def _check_target(entry: Entry, target: torch.Tensor | None) -> None:
     if target is None:
         raise _cannot_receive(entry.name, "the receiver has no tensor of this name")
     if target.dtype != entry.dtype or target.shape != entry.shape:
@@ -305,8 +305,6 @@ def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.devic
         raise _cannot_receive(
             entry.name, f"the sender has it as {sent}, the receiver as {target.dtype} {list(target.shape)}"
         )
-    if target.device != device:
-        raise _cannot_receive(entry.name, f"the receiver has it on {target.device}, and is itself on {device}")
 
 
 def _cannot_receive(name: str, why: str) -> LayoutMismatchError:

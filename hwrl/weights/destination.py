@@ -132,17 +132,25 @@ class TensorLoader(Protocol):
 class TensorStream:
     """Gives tensors to ``loader`` as they arrive, each in its own memory.
 
-    It holds a ring of at most ``slots`` slabs and the tensors of which only a part has arrived; the loader owns the
-    others. A tensor with slabs of its own is received directly into its memory. The loader works on the stream that is
-    current when this is made.
+    It holds a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and the tensors of which only a part has
+    arrived; the loader owns the others. A tensor with slabs of its own is received directly into its memory. The loader
+    works on the stream that is current when this is made.
     """
 
     tensors: Mapping[str, torch.Tensor] = {}
 
-    def __init__(self, layout: WeightLayout, loader: TensorLoader, *, backend: Backend, slots: int) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        loader: TensorLoader,
+        *,
+        backend: Backend,
+        slabs: int = 8,
+        ring_nbytes: int = RING_NBYTES,
+    ) -> None:
         self._layout, self._loader, self._backend = layout, loader, backend
-        self.slots: int | None = slots
-        self._ring = SlabRing(layout, backend=backend, slabs=slots)
+        self.slots: int | None = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
+        self._ring = SlabRing(layout, backend=backend, slabs=self.slots)
         self._stream = backend.current_stream()
         self._parts: dict[int, torch.Tensor] = {}  # by the entry's number: tensors of which only a part has arrived
         self._names = _names_of(layout)

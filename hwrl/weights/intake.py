@@ -96,7 +96,7 @@ class WeightIntake:
         try:
             with torch.no_grad():
                 if transport.keeps_versions:
-                    taken = self._fetch_newest(receiving, destination, sums, clock, after=after)
+                    taken = self._fetch(receiving, destination, sums, clock, after=after)
                 else:
                     taken = self._take_part(receiving, destination, sums, clock)
                 if taken is not None:
@@ -126,36 +126,32 @@ class WeightIntake:
         committed = decision is not None and decision.kind is DecisionKind.COMMITTED
         return receiving.proposal if committed else None
 
-    def _fetch_newest(
+    def _fetch(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock, *, after: int
     ) -> Proposal | None:
-        """Copy a stored version; if it is lost, corrupt or never completed, the one before, if above ``after``."""
+        """Copy a stored version, even while it is being written; return None if a newer one has replaced it.
+
+        If it is lost, corrupt or never completed, copy the one before if its number is above ``after``.
+        """
+        proposal = receiving.proposal
+        end, stage = self._end_of(proposal)
         try:
-            return self._fetch(receiving, destination, sums, clock)
+            with clock(stage):
+                vote = _receive(end, receiving, destination, sums, clock)
+            if vote.kind is VoteKind.CORRUPT:
+                raise TransferFailedError(
+                    f"version {proposal.version} was not received",
+                    why=f"the bytes received differ from those written ({vote})",
+                    fix="publish it again, then receive again",
+                )
+            return proposal if vote.kind is VoteKind.WHOLE else None
         except TransferFailedError as exc:
-            number = receiving.proposal.last_stored_number
+            number = proposal.last_stored_number
             earlier = self.channel.proposal(number) if number > after else None
             if earlier is None:
                 raise
             _log.warning("receiving version %d instead: %s", earlier.version, exc)
-            return self._fetch(replace(receiving, proposal=earlier), destination, sums, clock)
-
-    def _fetch(
-        self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
-    ) -> Proposal | None:
-        """Copy a stored version, even while it is being written; return None if a newer one has replaced it."""
-        end, stage = self._end_of(receiving.proposal)
-        with clock(stage):
-            vote = _receive(end, receiving, destination, sums, clock)
-        if vote.kind is VoteKind.TORN:
-            return None
-        if vote.kind is VoteKind.WHOLE:
-            return receiving.proposal
-        raise TransferFailedError(
-            f"version {receiving.proposal.version} was not received",
-            why=f"the bytes received differ from those written ({vote})",
-            fix="publish it again, then receive again",
-        )
+        return self._fetch(replace(receiving, proposal=earlier), destination, sums, clock, after=number)
 
     def abort(self) -> None:
         """Abort all operations under way. Any thread may call this."""

@@ -369,9 +369,9 @@ def _row(item: Any) -> _Row:
         raise _malformed(f"{_shown(item)} has a name that is not a string")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _malformed(f"tensor {name!r} has dtype {_shown(dtype)}, which this torch cannot send")
-    if not isinstance(shape, list) or len(shape) > 64 or not all(_is_count(length) for length in shape):
-        raise _malformed(f"tensor {name!r} has shape {_shown(shape)}")
-    if math.prod(length for length in shape if length) > _MAX_NBYTES:  # the strides of an empty tensor must fit, too
+    counts = isinstance(shape, list) and len(shape) <= 64 and all(_is_count(length) for length in shape)
+    # The strides of an empty tensor must fit, too.
+    if not counts or math.prod(length for length in shape if length) > _MAX_NBYTES:
         raise _malformed(f"tensor {name!r} has shape {_shown(shape)}")
     return name, _DTYPES[dtype], tuple(shape), alias_of
 

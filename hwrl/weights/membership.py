@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
-from typing import NamedTuple
 
 from hwrl.comm import Store
 from hwrl.weights.control import ControlChannel
@@ -19,13 +18,6 @@ _LATE = 100
 """A join request that is still incomplete after this many newer ones never completes: its process is dead."""
 
 _log = logging.getLogger("hwrl.weights")
-
-
-class Postponed(NamedTuple):
-    """New members left out of a version. ``names`` get a later one; ``silent`` have missed versions for too long."""
-
-    names: list[str]
-    silent: list[int]
 
 
 class Membership:
@@ -60,8 +52,11 @@ class Membership:
 
     def lacking(self, content: int, replicas: Collection[str] | None = None) -> list[int]:
         """Return the members without ``content``, in join order; with ``replicas`` only members of these names."""
-        wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
-        return [member for member in wanted if replicas is None or self.members[member] in replicas]
+        return [
+            member
+            for member in sorted(self.members)
+            if self.served.get(member) != content and (replicas is None or self.members[member] in replicas)
+        ]
 
     def names(self) -> tuple[str, ...]:
         """Return the replica names of the members, in join order."""
@@ -76,10 +71,6 @@ class Membership:
         joined = self.names()
         return [name for name in replicas if name not in joined]
 
-    def new_receivers(self) -> tuple[str, ...]:
-        """Return the replica names of the members that have committed no version of this sender."""
-        return tuple(name for member, name in self.members.items() if member not in self.served)
-
     def note_committed(self, members: Collection[int], content: int) -> None:
         """Record that ``members`` have voted "whole" for ``content``. Members gone meanwhile are ignored."""
         self._has_committed = True
@@ -89,23 +80,20 @@ class Membership:
         """Record that a transfer to ``members`` begins. It may overwrite their old version in place."""
         self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
 
-    def count_with(self, content: int) -> int:
-        """Return how many members have committed ``content``."""
-        return sum(found == content for found in self.served.values())
-
     def new_among(self, members: Collection[int]) -> set[int]:
         """Return the new ones of ``members``: they have committed nothing. Empty until some member has committed."""
         return {member for member in members if member not in self.served} if self._has_committed else set()
 
-    def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> Postponed:
+    def postpone(self, members: Collection[int], *, since_s: float, limit_s: float) -> tuple[list[str], list[int]]:
         """Record that the new ``members`` missed a version, proposed at ``since_s`` of the monotonic clock.
 
-        Those that missed their first version ``limit_s`` ago or earlier are silent.
+        Return the names of those that get a later version, and the silent members: they missed their first version
+        ``limit_s`` ago or earlier.
         """
         first_s = {one: self._postponed_s.setdefault(one, since_s) for one in members if one in self.members}
         now_s = time.monotonic()
         silent = [member for member, began_s in first_s.items() if now_s - began_s >= limit_s]
-        return Postponed([self.members[member] for member in first_s if member not in silent], silent)
+        return [self.members[member] for member in first_s if member not in silent], silent
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""

@@ -95,7 +95,11 @@ class PolicySender:
             return SyncReport(plan, self._policy_sender.publish(version, model, self._metadata))
         _log.info("version %d: %s", version, plan)
         metadata = {**self._metadata, "base": self._base_identity}
-        base = _send_base(self._base_sender, self._base_identity, model) if plan.sends_base else None
+        base = None
+        if plan.sends_base:
+            base = self._base_sender.publish(self._base_identity, model)
+            if not base.excluded:  # an excluded receiver that is silent may still read the ring
+                self._base_sender.release()  # the next base may never come, and the ring is device memory
         sent = self._policy_sender.publish(version, adapter, metadata)
         return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
 
@@ -108,10 +112,3 @@ class PolicySender:
         self._policy_sender.close()
         if self._base_sender is not None:
             self._base_sender.close()
-
-
-def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> TransferReport:
-    report = sender.publish(identity, model)
-    if not report.excluded:  # an excluded receiver that is silent may still read the ring
-        sender.release()  # the next base may never come, and the ring is device memory
-    return report

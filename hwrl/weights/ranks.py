@@ -24,7 +24,7 @@ from hwrl.weights.messages import DecisionKind, Limits, Message, Proposal
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.slabs import ChangedSums, TensorReader
-from hwrl.weights.source import Gatherers, WeightSource, gathering_to
+from hwrl.weights.source import Gatherers, WeightSource, gathered
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender, aborted_when
 
 _LOOK_S = 0.2
@@ -118,17 +118,6 @@ def _followed(group: Group, name: str, follow: Callable[[int], Exception | None]
     if "failed" in message:
         raise CommAbortedError(f"rank 0 could not {name}", why=message["failed"], fix="look at the log of rank 0")
     return message["result"]
-
-
-def gathered(source: WeightSource, gatherers: Gatherers | None) -> Iterator[NamedTensor]:
-    """Yield this rank's tensors of ``source``. All ranks must read this to its end together."""
-    weights = iter(source)
-    while True:
-        with gathering_to(gatherers):  # only around next: a yield would set it for the caller, too
-            pair = next(weights, None)
-        if pair is None:
-            return
-        yield pair
 
 
 # -- rank 0 ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +29,6 @@ from hwrl.weights.destination import (
     DoubleBuffer,
     TensorLoader,
     TensorStream,
-    ring_slots,
 )
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import WeightLayout
@@ -288,23 +288,13 @@ class WeightReceiver:
 
 
 def _destination_factory(
-    into: Mapping[str, torch.Tensor] | None,
-    loader: TensorLoader | None,
-    backend: Backend,
-    *,
-    slabs: int,
-    ring_nbytes: int,
+    into: Mapping[str, torch.Tensor] | None, loader: TensorLoader | None, backend: Backend, **ring: Any
 ) -> DestinationFactory:
     """Return a function that makes the destination of a layout's versions."""
     if into is not None and loader is not None:
         raise ConfigError("a receiver has one destination", why="both `into` and `loader` are given", fix="give one")
-
-    def make_destination(layout: WeightLayout) -> Destination:
-        if into is not None:
-            return CopyDestination.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
-        if loader is not None:
-            slots = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
-            return TensorStream(layout, loader, backend=backend, slots=slots)
-        return DoubleBuffer(layout, backend=backend)
-
-    return make_destination
+    if into is not None:
+        return functools.partial(CopyDestination.into, targets=into, backend=backend, **ring)
+    if loader is not None:
+        return functools.partial(TensorStream, loader=loader, backend=backend, **ring)
+    return functools.partial(DoubleBuffer, backend=backend)

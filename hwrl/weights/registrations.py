@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from hwrl.comm import Store
 from hwrl.errors import CommTimeoutError, TransferFailedError
 from hwrl.weights.control import ControlChannel, Note
-from hwrl.weights.messages import Abandonment, DecisionKind, Proposal
+from hwrl.weights.messages import DecisionKind, Proposal
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import RECEIVER_LOOK_S, Cancellation, ReceiverRound, Transport
 from hwrl.weights.transports import TRANSPORTS
@@ -25,7 +25,7 @@ class LinkRegistrations:
     """One process's registrations as receivers of the link ``name``, one for each name in ``replicas``.
 
     They join together when this is made. Each registration is a member with a number. The process that receives a
-    version for a member may be another one (:class:`~hwrl.weights.WeightIntake`), so this one needs no device.
+    version for a member may be another one (:class:`~hwrl.weights.intake.WeightIntake`), so this one needs no device.
     ``newest=False`` ignores the version that is already proposed. Use it from one thread, except for ``cancellation``.
     """
 
@@ -99,14 +99,17 @@ class LinkRegistrations:
             before, self._abandoned = self._abandoned, abandoned.number
             if proposal is not None:
                 return proposal  # usually a newer version than the abandoned one
-            if aborted is not None:
-                self._check_not_given_up(aborted)
-            if abandoned.number > before and self._concerns_us(abandoned):
+            decision = None if aborted is None else self.channel.decision(aborted)
+            if aborted is not None and decision is not None and decision.kind is DecisionKind.GIVEN_UP:
+                raise _given_up(aborted.version, decision.detail)
+            concerns_us = abandoned.number > before and not set(self.numbers).isdisjoint(abandoned.to)
+            if concerns_us and abandoned.epoch == self.channel.epoch():
                 raise _given_up(abandoned.version, abandoned.why)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                names = ", ".join(map(repr, self.replicas))
                 raise CommTimeoutError(
-                    f"no new version of {self.channel.name!r} was offered to {self._name} within {timeout_s:g} s",
+                    f"no new version of {self.channel.name!r} was offered to {names} within {timeout_s:g} s",
                     why=f"the newest version here is {have}",
                     fix="check that the sender is alive; poll() says without waiting whether there is a version",
                 )
@@ -147,10 +150,6 @@ class LinkRegistrations:
         """
         return max(deadline, time.monotonic() + proposal.limits.start_s)
 
-    @property
-    def _name(self) -> str:
-        return ", ".join(map(repr, self.replicas))
-
     def _check_members(self) -> None:
         for number, name in zip(self.numbers, self.replicas, strict=True):
             self.channel.check_member(number, name)
@@ -168,14 +167,6 @@ class LinkRegistrations:
             return proposal
         is_ours = bool(set(self.numbers) & set(proposal.to)) and proposal.epoch == self.channel.epoch()
         return proposal if is_ours else None
-
-    def _concerns_us(self, abandoned: Abandonment) -> bool:
-        return not set(self.numbers).isdisjoint(abandoned.to) and abandoned.epoch == self.channel.epoch()
-
-    def _check_not_given_up(self, aborted: Proposal) -> None:
-        decision = self.channel.decision(aborted)
-        if decision is not None and decision.kind is DecisionKind.GIVEN_UP:
-            raise _given_up(aborted.version, decision.detail)
 
 
 def _given_up(version: int, why: str) -> TransferFailedError:

@@ -79,8 +79,7 @@ class WeightSender:
     ) -> None:
         _check_transport(transport, transports)
         _check_senders(senders, transport, transports, ranks=1 if group is None else group.size)
-        _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
-        _check_timeout(timeout_s)
+        _check_limits(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions, timeout_s=timeout_s)
         self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
         self.group = None if group is None or group.size == 1 else group
@@ -201,7 +200,7 @@ class WeightSender:
         if self._follower is not None or self.keeps_versions:
             return ()
         self._membership.refresh()
-        return self._membership.new_receivers()
+        return tuple(name for member, name in self._membership.members.items() if member not in self._membership.served)
 
     def receivers(self) -> tuple[str, ...]:
         """Return the names of the receivers that have joined, in join order. Cheap. Only rank 0 knows them."""
@@ -219,12 +218,14 @@ class WeightSender:
 
     def _wait_for(self, receivers: int | Collection[str], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self._have_joined(receivers):
+        named = [] if isinstance(receivers, int) else receivers
+        least = receivers if isinstance(receivers, int) else 0
+        while len(joined := self.receivers()) < least or not set(named) <= set(joined):
             if time.monotonic() > deadline:
                 wanted = receivers if isinstance(receivers, int) else f"{len(receivers)} ({', '.join(receivers)})"
                 raise CommTimeoutError(
-                    f"{len(self._membership.names())} of {wanted} receivers joined {self._channel.name!r}",
-                    why=f"only {sorted(self._membership.names())} joined within {timeout_s:g} s",
+                    f"{len(joined)} of {wanted} receivers joined {self._channel.name!r}",
+                    why=f"only {sorted(joined)} joined within {timeout_s:g} s",
                     fix="start the others, with the same store and name",
                 )
             time.sleep(0.005)
@@ -252,12 +253,6 @@ class WeightSender:
         if self._link is not None:
             self._link.close()
         self._link = None
-
-    def _have_joined(self, receivers: int | Collection[str]) -> bool:
-        self._membership.refresh()
-        if isinstance(receivers, int):
-            return len(self._membership.names()) >= receivers
-        return not self._membership.absent(receivers)
 
     def _has_committed(self, content: int) -> bool:
         committed = None if self._link is None else self._link.committed
@@ -392,12 +387,24 @@ def _checked_version(version: Any) -> int:
     raise TransferFailedError(f"version {version!r} cannot be sent", why="it is not an integer", fix="give an integer")
 
 
-def _check_timeout(timeout_s: float) -> None:
+def _check_limits(*, slab_nbytes: int | None, slabs: int, versions: int, timeout_s: float) -> None:
     if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ConfigError(
             f"timeout_s={timeout_s} cannot work",
             why="it is the time after which a receiver that does not answer is excluded",
             fix=f"use a positive number of seconds, at most {LONGEST_TIMEOUT_S:g}",
+        )
+    if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
+        raise ConfigError(
+            f"slab_nbytes={slab_nbytes} cannot work",
+            why=f"a slab's size is a multiple of {ALIGNMENT_NBYTES} bytes",
+            fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for the device's best size",
+        )
+    if slabs < 1 or versions < 1:
+        raise ConfigError(
+            f"slabs={slabs}, versions={versions} cannot work",
+            why="a transfer needs at least one slab, and memory for at least one version",
+            fix="use slabs=1 or more, and versions=2 or more (versions=1 if only one version is ever sent)",
         )
 
 
@@ -427,19 +434,4 @@ def _check_transport(transport: str, transports: Mapping[str, Transport]) -> Non
             f"there is no transport {transport!r} here",
             why=f"known are {known}",
             fix=f"choose one of these, or pass transports=hwrl.weights.with_transport({transport!r})",
-        )
-
-
-def _check_sizes(*, slab_nbytes: int | None, slabs: int, versions: int) -> None:
-    if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
-        raise ConfigError(
-            f"slab_nbytes={slab_nbytes} cannot work",
-            why=f"a slab's size is a multiple of {ALIGNMENT_NBYTES} bytes",
-            fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for the device's best size",
-        )
-    if slabs < 1 or versions < 1:
-        raise ConfigError(
-            f"slabs={slabs}, versions={versions} cannot work",
-            why="a transfer needs at least one slab, and memory for at least one version",
-            fix="use slabs=1 or more, and versions=2 or more (versions=1 if only one version is ever sent)",
         )

@@ -210,7 +210,6 @@ class SlabRing:
         self.layout, self._device = layout, backend.device()
         self._slots: list[_RingSlot | None] = [None] * slabs
         self._last_slab = self._last_slot = -1
-        self._slot_nbytes = 0
         self._groups_of: dict[int, list[tuple[torch.dtype, list[int]]]] = {}
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
@@ -275,8 +274,9 @@ class SlabRing:
         self._last_slab, number = index, self._last_slot
         slot = self._slots[number]
         if slot is None:
-            self._slot_nbytes = self._slot_nbytes or _slot_nbytes(self.layout)
-            memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
+            nbytes = self.layout.largest_slab_nbytes
+            nbytes += -nbytes % max(INTEGERS)  # so that it can be viewed as any dtype
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
         in_use, slot.in_use = slot.in_use, None  # another thread may forget it meanwhile, to abort the transfer
         if in_use is not None:
@@ -308,11 +308,6 @@ class SlabRing:
         grouped = [[shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)]
         ends = ((one.at + one.nbytes, after.at) for one, after in itertools.pairwise(pieces))
         return [*grouped, [memory[end:begin] for end, begin in ends if end < begin]]
-
-
-def _slot_nbytes(layout: WeightLayout) -> int:
-    largest = layout.largest_slab_nbytes
-    return largest + -largest % max(INTEGERS)  # so that it can be viewed as any dtype
 
 
 def _is_as_in_memory(tensor: torch.Tensor) -> bool:

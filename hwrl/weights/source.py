@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,8 +118,11 @@ class _ModuleWeights:
         tensors, tied_to = self._tensors()
         described = {}
         for name, tensor in tensors.items():
-            described[name] = tensor if self._is_sent_as_is(tensor) else self._meta(tensor)
-            yield name, described[name]
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if isinstance(tensor, DTensor) or self._dtype not in (None, tensor.dtype):
+                tensor = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            described[name] = tensor
+            yield name, tensor
         for name, first in tied_to.items():
             yield name, described[first]
 
@@ -162,13 +164,6 @@ class _ModuleWeights:
                 fix=JOINT_READ,
             )
         return tensor.to_local()
-
-    def _is_sent_as_is(self, tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, DTensor) and (self._dtype in (None, tensor.dtype))
-
-    def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def drain(weights: Iterator[object]) -> None:
@@ -218,17 +213,22 @@ class Gatherers:
 _gatherers: ContextVar[Gatherers | None] = ContextVar("gatherers", default=None)
 
 
-@contextlib.contextmanager
-def gathering_to(gatherers: Gatherers | None) -> Iterator[None]:
-    """Let :func:`gather_weights` gather to these ranks inside this context; None means to rank 0.
+def gathered(source: WeightSource, gatherers: Gatherers | None) -> Iterator[NamedTensor]:
+    """Yield this rank's tensors of ``source``. All ranks must read this to its end together.
 
-    It is a context and not an argument, because a train engine makes the call.
+    Meanwhile :func:`gather_weights` gathers to the ranks of ``gatherers``; None means to rank 0. It does not get them
+    as an argument, because a train engine makes the call.
     """
-    token = _gatherers.set(gatherers)
-    try:
-        yield
-    finally:
-        _gatherers.reset(token)
+    weights = iter(source)
+    while True:
+        token = _gatherers.set(gatherers)  # only around next: a yield would set it for the caller, too
+        try:
+            pair = next(weights, None)
+        finally:
+            _gatherers.reset(token)
+        if pair is None:
+            return
+        yield pair
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ def gather_weights(
     yielded tensor, while the caller works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor
     (or one on the meta device) into the named tensors to yield, which are views.
 
-    While several ranks send a version, a tensor is gathered to each rank that sends a
-    slab with bytes of it, and yielded there. A tensor of an unknown name is gathered to all senders.
+    While several ranks send a version, a tensor is gathered to each rank that sends a slab with bytes of it, and
+    yielded there. A tensor of an unknown name is gathered to all senders.
     """
     ahead: collections.deque[_Bucket] = collections.deque()
     limit = 0 if group is None else AHEAD_NBYTES  # a single rank has no traffic to overlap
@@ -309,11 +309,6 @@ def gather_weights(
         yield from _finish(ahead.popleft(), parts)
 
 
-def _ranks_for(name: str, shape: Sequence[int], parts: Parts | None) -> Sequence[int]:
-    gatherers = _gatherers.get()
-    return (0,) if gatherers is None else gatherers.ranks_for(name, shape, parts)
-
-
 def _buckets(
     named: Iterable[tuple[str, torch.Tensor | WeightShard]],
     group: Group | None,
@@ -323,7 +318,8 @@ def _buckets(
     """Yield all tensors in buckets, the same on every rank. A tensor that is larger than a bucket has its own."""
     bucket: _Bucket | None = None
     for name, tensor in named:
-        to = _ranks_for(name, tensor.shape, parts)
+        gatherers = _gatherers.get()
+        to = (0,) if gatherers is None else gatherers.ranks_for(name, tensor.shape, parts)
         if group is not None and isinstance(tensor, DTensor):
             if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
                 tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)

@@ -26,37 +26,39 @@ class IncomingVersion:
     Leaving the context reads the rest and waits for the decision. Leaving it by an exception aborts the receive.
     """
 
-    def __init__(self, receiver: WeightReceiver, queue: TensorQueue, *, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, receiver: WeightReceiver, loader: _NewestStream, *, backend: Backend, timeout_s: float) -> None:
         self.received: Received | None = None
         """The committed version, without its tensors; None before the decision, and if it was not taken to its end."""
-        self.is_delivered = False
-        """Whether the iteration has ended, so that the caller knows that the version is committed."""
-        self._receiver, self._queue, self._timeout_s = receiver, queue, timeout_s
+        self.attempts = 0
+        """The number of transfers of the version that have begun here."""
+        self._receiver, self._timeout_s = receiver, timeout_s
+        self._changed = threading.Condition()
+        self._arrived: list[NamedTensor] = []  # in reverse
+        self._closed = self._ended = self._has_dropped = self._cancelled = self._delivered = False
         self._error: BaseException | None = None
-        self._cancelled = False
         self._index, self._stream, self._backend = backend.current_index(), backend.current_stream(), backend
+        loader.incoming = self
         self._thread = threading.Thread(target=self._receive, name="hwrl-receive", daemon=True)
         self._thread.start()
-
-    @property
-    def attempts(self) -> int:
-        """The number of transfers of the version that have begun here."""
-        return self._queue.begun
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return self
 
     def __next__(self) -> NamedTensor:
-        pair = self._queue.take()
-        if pair is not None:
-            return pair
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self._ended)
+            if self._arrived:
+                pair = self._arrived.pop()
+                if not self._arrived:
+                    self._changed.notify_all()
+                return pair
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if self._queue.has_dropped or self.received is None:
+        if self._has_dropped or self.received is None:
             self._lose()
             raise _cancelled("it was closed after the version was committed, and before its iteration had ended")
-        self.is_delivered = True
+        self._delivered = True
         raise StopIteration
 
     def __enter__(self) -> IncomingVersion:
@@ -76,7 +78,10 @@ class IncomingVersion:
 
         Tensors that were not taken are dropped, also after the decision. The iterator then raises CommAbortedError.
         """
-        self._queue.close()
+        with self._changed:
+            self._closed, self._has_dropped = True, self._has_dropped or bool(self._arrived)
+            self._arrived = []
+            self._changed.notify_all()
         if self._thread.is_alive():
             self._cancelled = True
             self._receiver.cancel()
@@ -91,7 +96,7 @@ class IncomingVersion:
         if self._cancelled:
             self._cancelled = False
             self._receiver.forget_cancellation()
-        if not self.is_delivered:
+        if not self._delivered:
             self._lose()
 
     def _lose(self) -> None:
@@ -106,8 +111,30 @@ class IncomingVersion:
                 self.received = self._receiver.receive(timeout_s=self._timeout_s)
         except BaseException as exc:  # noqa: BLE001 - raised again by the consumer's thread
             self._error = exc
-        finally:
-            self._queue.end()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # -- the receiving thread ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a transfer; drop the tensors of an earlier transfer that the consumer has not taken."""
+        self.drop()
+        self.attempts += 1
+
+    def put(self, tensors: Sequence[NamedTensor]) -> None:
+        """Put ``tensors`` when the earlier ones are taken. Raises CommAbortedError if the consumer has closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._arrived)
+            if self._closed:
+                raise _cancelled("its consumer has ended")
+            self._arrived = list(reversed(tensors))
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Drop the tensors that the consumer has not taken."""
+        with self._changed:
+            self._arrived = []
 
 
 class StreamReceiver:
@@ -139,8 +166,7 @@ class StreamReceiver:
         same current device stream, and use the tensors on it. A new call closes the iterator of the call before.
         """
         self._close_stream()
-        queue = self._loader.queue = TensorQueue()
-        self._incoming = IncomingVersion(self._receiver, queue, backend=self._backend, timeout_s=timeout_s)
+        self._incoming = IncomingVersion(self._receiver, self._loader, backend=self._backend, timeout_s=timeout_s)
         return self._incoming
 
     def __enter__(self) -> StreamReceiver:
@@ -160,83 +186,21 @@ class StreamReceiver:
 
 
 class _NewestStream:
-    """The receiver's loader. It passes each version to the queue of the newest :meth:`StreamReceiver.stream`."""
+    """The receiver's loader. It passes each version to the newest :meth:`StreamReceiver.stream`."""
 
-    def __init__(self) -> None:
-        self.queue = TensorQueue()
+    incoming: IncomingVersion
 
     def begin(self) -> None:
-        self.queue.begin()
+        self.incoming.begin()
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        self.queue.load(tensors)
+        self.incoming.put(tensors)
 
     def finish(self) -> None:
-        """Do nothing: the receiving thread ends the queue."""
+        """Do nothing: the receiving thread ends the iteration."""
 
     def cancel(self) -> None:
-        self.queue.cancel()
-
-
-class TensorQueue:
-    """A queue of tensors from the receiving thread to the consumer's thread. Putting waits for the consumer."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tensors: list[NamedTensor] = []  # in reverse
-        self._closed = self._ended = False
-        self.begun = 0
-        self.has_dropped = False
-        """Whether :meth:`close` has dropped tensors."""
-
-    # -- the receiving thread ---------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Begin a transfer; drop the tensors of an earlier transfer that the consumer has not taken."""
-        with self._changed:
-            self._tensors = []
-            self.begun += 1
-
-    def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Put ``tensors`` when the earlier ones are taken. Raises CommAbortedError if the consumer has closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._tensors)
-            if self._closed:
-                raise _cancelled("its consumer has ended")
-            self._tensors = list(reversed(tensors))
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        """Drop the tensors that the consumer has not taken."""
-        with self._changed:
-            self._tensors = []
-
-    def end(self) -> None:
-        """Tell the consumer that no tensor follows."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    # -- the consumer's thread --------------------------------------------------------------------------------------
-
-    def take(self) -> NamedTensor | None:
-        """Wait for the next tensor; return None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._tensors or self._ended)
-            if not self._tensors:
-                return None
-            pair = self._tensors.pop()
-            if not self._tensors:
-                self._changed.notify_all()
-            return pair
-
-    def close(self) -> None:
-        """Tell the receiving thread that nobody takes more tensors."""
-        with self._changed:
-            self._closed = True
-            self.has_dropped = self.has_dropped or bool(self._tensors)
-            self._tensors = []
-            self._changed.notify_all()
+        self.incoming.drop()
 
 
 def _cancelled(why: str) -> CommAbortedError:

@@ -78,8 +78,8 @@ class SenderLink:
         self.epoch, self.limits = context.epoch, context.limits
         self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
         self._group, self._shares = group, shares
-        self.stored: Proposal | None = None
-        """The newest version that was stored completely, if the transport keeps versions."""
+        self.stored_number = 0
+        """The number of the last proposal whose version was stored completely, if the transport keeps versions."""
         self.committed: tuple[int, int] | None = None
         """The number and the content of the newest version that was committed or stored."""
         self.changed_share: float | None = None
@@ -100,7 +100,7 @@ class SenderLink:
             layout_hash=self.layout.hash,
             to=tuple(to),
             timeout_s=self.limits.timeout_s,
-            last_stored_number=0 if self.stored is None else self.stored.number,
+            last_stored_number=self.stored_number,
             metadata=outgoing.metadata,
             payload=self.end.prepare(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
@@ -124,11 +124,13 @@ class SenderLink:
         Receivers of ``proposal`` no longer wait for earlier ones, and those that have left the link never do.
         """
         waiting = self.membership.members.keys() - set(proposal.to)
-        done = [past for past in self.proposals if past is not proposal and waiting.isdisjoint(past.to)]
-        self.proposals = [past for past in self.proposals if past not in done]
+        kept, done = list[Proposal](), list[Proposal]()
+        for past in self.proposals:
+            (done if past is not proposal and waiting.isdisjoint(past.to) else kept).append(past)
+        self.proposals = kept
         for past in done:
             self.channel.forget(past)
-        self.end.forget([past.payload for past in done], kept=[past.payload for past in self.proposals])
+        self.end.forget([past.payload for past in done], kept=[past.payload for past in kept])
 
     def note_committed(
         self, outgoing: OutgoingVersion, sums: torch.Tensor | None, of_others: Sequence[int | None] = ()
@@ -201,7 +203,7 @@ def store_version(link: SenderLink, outgoing: OutgoingVersion, clock: StageClock
     finally:
         reader.close()
     link.forget_proposals_before(proposal)
-    link.stored = proposal
+    link.stored_number = proposal.number
     return receivers, {}, ()
 
 
@@ -239,7 +241,7 @@ class Transaction:
             raise
         membership, content = self._link.membership, self._outgoing.content
         lacking = membership.names_of(membership.lacking(content, self._outgoing.to))
-        return membership.count_with(content), self._excluded, lacking
+        return list(membership.served.values()).count(content), self._excluded, lacking
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers that ``exc`` has ended this version; does nothing if it was committed."""
@@ -385,7 +387,10 @@ class Transaction:
             if vote.kind is VoteKind.CORRUPT:
                 self._exclude([member], f"it received other bytes than were sent ({vote})")
             elif vote.kind is VoteKind.FAILED:
-                self._exclude_failed(member, f"it failed: {vote.detail}")
+                name, why = self._names.get(member, str(member)), f"it failed: {vote.detail}"
+                self._exclude([member], why)
+                self._excluded[name] = why  # also if it has joined again meanwhile
+                self._failed.add(name)
         whole = [member for member, vote in votes.items() if vote.kind is VoteKind.WHOLE]
         names = link.membership.members
         committed = bool(whole) and not torn
@@ -403,12 +408,6 @@ class Transaction:
         if committed:
             link.note_committed(self._outgoing, self._sums, link.reports.changed(sending))
         return committed
-
-    def _exclude_failed(self, member: int, why: str) -> None:
-        self._exclude([member], why)
-        name = self._names.get(member, str(member))
-        self._excluded[name] = why  # also if it has joined again meanwhile
-        self._failed.add(name)
 
     def _exclude(self, members: Sequence[int], why: str) -> None:
         if members:

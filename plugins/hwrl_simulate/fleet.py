@@ -142,6 +142,7 @@ class SimulatedFleet:
         replica.pause(self._workload.update_s, now_s=self.events.now_s)
         if replica.incarnation != incarnation:
             replica.drop()
+            replica.leases.drop_older(incarnation=incarnation)
         replica.version, replica.incarnation, replica.draining = version, incarnation, False
         self.turn(replica)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hwrl.discovery import get_backend
-from hwrl.weights import CopyDestination, Destination, TensorStream, WeightLayout, ring_slots
+from hwrl.weights import CopyDestination, Destination, TensorStream, WeightLayout
 from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.reload import Reload
 
@@ -74,8 +74,7 @@ class ModelLoading:
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             return CopyDestination(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
-        slots = ring_slots(layout.largest_slab_nbytes, slabs=_SLABS)
-        return TensorStream(layout, self._reload, backend=backend, slots=slots)
+        return TensorStream(layout, self._reload, backend=backend, slabs=_SLABS)
 
     def stage(self, layout: WeightLayout) -> Destination:
         """Return memory beside the model as the destination for one version of ``layout``.

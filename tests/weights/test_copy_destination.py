@@ -160,7 +160,7 @@ def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
     named = [("large", torch.randn(50, 50)), ("tied", tied), ("none", torch.zeros(0, 3)), ("too", tied)]
     named += [(f"small{n}", torch.full((n + 1,), float(n))) for n in range(30)]
     layout, loader = WeightLayout.plan(named, slab_nbytes=1024), Loader()
-    carry(layout, named, TensorStream(layout, loader, backend=CPU, slots=2))
+    carry(layout, named, TensorStream(layout, loader, backend=CPU, slabs=2))
     assert loader.calls == ["begin", "finish"]
     loaded = dict(loader.loaded)
     assert len(loader.loaded) == len(named) and loaded.keys() == dict(named).keys()

@@ -16,7 +16,8 @@ from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine
 from hwrl.weights import WeightShard, WeightSource, gather_weights
-from hwrl.weights.ranks import gathered, on_rank_0, read_together
+from hwrl.weights.ranks import on_rank_0, read_together
+from hwrl.weights.source import gathered
 
 
 @pytest.fixture(scope="module")

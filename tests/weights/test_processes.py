@@ -222,7 +222,7 @@ def test_a_killed_reader_gives_its_claim_back() -> None:
         with Processes(_hold_a_claim, 1, store_address(store)) as processes:
             assert not await_keys(store, ["claimed"], timeout_s=300.0)
             sender.publish(2, _model(2))
-            with pytest.raises(TransferFailedError, match="receivers have been reading all 1 older"):
+            with pytest.raises(TransferFailedError, match="receivers have been reading all 1 others"):
                 sender.publish(3, _model(3))
             processes.kill(0)
             processes.wait(0)

@@ -126,20 +126,13 @@ class HostSender:
                 if file.begin(number):
                     return slot
             if time.monotonic() > deadline:
-                raise self._no_free_file()
+                raise TransferFailedError(
+                    "there is no free file for a new version",
+                    why=f"of versions={len(self._files)} files one has the newest version, and receivers have been "
+                    f"reading all {len(self._files) - 1} others for {self._timeout_s:g} s",
+                    fix="end receivers that hang, or give the WeightSender more versions",
+                )
             time.sleep(0.001)
-
-    def _no_free_file(self) -> TransferFailedError:
-        older = len(self._files) - 1
-        if older:
-            why = f"receivers have been reading all {older} older ones for {self._timeout_s:g} s"
-            fix = "end receivers that hang, or give the WeightSender more versions"
-        else:
-            why, fix = (
-                "versions=1 leaves one file, and it has the newest version",
-                "give the WeightSender more versions",
-            )
-        return TransferFailedError("there is no free file for a new version", why=why, fix=fix)
 
     def _file(self, slot: int) -> VersionFile:
         file = self._files[slot]

@@ -77,23 +77,38 @@ def make_file(slot: int, *, nbytes: int) -> int:
 
 
 def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> VersionFile:
-    """Map file ``slot`` of the proposal's sender.
+    """Map file ``slot`` of the proposal's sender. The payload comes from the store: it is not trusted.
 
-    Raises TransferFailedError if the file is missing or is not the sender's.
+    Raises TransferFailedError if the file is missing or is not one that the sender made by :func:`make_file`.
     """
-    payload = payload_of(proposal)
-    file = _open(proposal, slot)
+    payload, file = payload_of(proposal), -1
+    path = _path(payload, slot)
     try:
-        why = _why_unusable(file, payload, slot)
-        if why is None:
-            return VersionFile(file, layout, backend=backend)
-    except (OSError, ValueError, RuntimeError) as exc:
-        why = f"{type(exc).__name__}: {exc}"
-    except BaseException:
-        os.close(file)
+        name = os.path.basename(os.readlink(path))  # check first, because opening a device has effects
+        if not (name.startswith((f"memfd:{_PREFIX}", _PREFIX)) and name.endswith(" (deleted)")):
+            raise ValueError(f"{path} is now another file")
+        file = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would block
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
+            raise ValueError(f"{path} is now another file")
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ValueError(f"{path} belongs to another user or is open to others")
+        if name.startswith("memfd:") and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError(f"{path} is not a memory file of fixed size")
+        return VersionFile(file, layout, backend=backend)
+    except BaseException as exc:
+        if file >= 0:
+            os.close(file)
+        elif isinstance(exc, OSError):
+            raise TransferFailedError(
+                f"version {proposal.version} is not on this host",
+                why=f"{exc}: its sender has closed it, is dead, or runs as another user, in another container or host",
+                fix="publish again; use transport='device' between hosts or containers",
+            ) from exc
+        if isinstance(exc, OSError | ValueError | RuntimeError):
+            what = f"version {proposal.version} cannot be read"
+            raise TransferFailedError(what, why=str(exc), fix="publish again") from exc
         raise
-    os.close(file)
-    raise TransferFailedError(f"version {proposal.version} cannot be read", why=why, fix="publish again")
 
 
 def is_alive(payload: HostPayload) -> bool:
@@ -106,37 +121,6 @@ def is_alive(payload: HostPayload) -> bool:
 
 def _path(payload: HostPayload, slot: int) -> str:
     return f"/proc/{payload.pid}/fd/{payload.files[slot]}"
-
-
-def _open(proposal: Proposal, slot: int) -> int:
-    """Open the file if it is one that :func:`make_file` made. The payload comes from the store: it is not trusted."""
-    path = _path(payload_of(proposal), slot)
-    try:
-        name = os.path.basename(os.readlink(path))  # check first, because opening a device has effects
-        if name.startswith((f"memfd:{_PREFIX}", _PREFIX)) and name.endswith(" (deleted)"):
-            return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would block
-    except OSError as exc:
-        raise TransferFailedError(
-            f"version {proposal.version} is not on this host",
-            why=f"{exc}: its sender has closed it, is dead, or runs as another user, in another container or host",
-            fix="publish again; use transport='device' between hosts or containers",
-        ) from exc
-    raise TransferFailedError(
-        f"version {proposal.version} cannot be read", why=f"{path} is now another file", fix="publish again"
-    )
-
-
-def _why_unusable(file: int, payload: HostPayload, slot: int) -> str | None:
-    """Return why ``file`` must not be used, or None if it is the sender's."""
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
-        return f"{_path(payload, slot)} is now another file"
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        return f"{_path(payload, slot)} belongs to another user or is open to others"
-    in_memory = os.readlink(_path(payload, slot)).startswith("/memfd:")
-    if in_memory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        return f"{_path(payload, slot)} is not a memory file of fixed size"
-    return None
 
 
 class VersionFile:

@@ -14,13 +14,12 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.interfaces import Backend, Capability, Handle, StreamLike
+from hwrl.interfaces import Backend, Capability, Handle
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.destination import Destination
 from hwrl.weights.messages import TransportPayload
@@ -29,15 +28,7 @@ from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 _LOOK_S = 1e-4  # a window takes about a millisecond between two devices
-
-
-class WindowKind(StrEnum):
-    """What a sender's note about a window says."""
-
-    LENT = "lent"
-    """Receivers may read the window."""
-    ABORTED = "aborted"
-    """No window follows, because the sender has ended the round."""
+_ABORTED = "null"  # instead of a window: the sender has ended the round
 
 
 def _window_key(number: int) -> str:
@@ -111,7 +102,7 @@ class IpcSender:
         """Tell the receivers not to wait for another window."""
         sending = self._sending
         if sending is not None:
-            sending.tell(_window_key(self._shown), json.dumps({"kind": WindowKind.ABORTED}))
+            sending.tell(_window_key(self._shown), _ABORTED)
 
     def end_round(self, sending: SenderRound) -> None:
         """Drop the lent memory and delete the notes. Wait ``votes_s`` at most for votes, if they were not counted."""
@@ -181,7 +172,7 @@ class _LentWindow:
                     self._handles[storage._cdata] = handles[-1]
                 stay.append(stays)
             places.append((numbers[storage._cdata], int(memory.storage_offset())))
-        return json.dumps({"kind": WindowKind.LENT, "handles": handles, "stay": stay, "places": places})
+        return json.dumps({"handles": handles, "stay": stay, "places": places})
 
 
 @dataclass(frozen=True)
@@ -197,8 +188,7 @@ class Window:
         """Read the sender's note. Raises CommError if the sender aborted, TransferFailedError if it is malformed."""
         try:
             found = json.loads(note)
-            kind = WindowKind(found["kind"])
-            if kind is WindowKind.ABORTED:
+            if found is None:
                 raise CommError("the sender aborted", why="it or another receiver failed", fix="look at its log")
             handles = [dict(handle) for handle in found["handles"]]
             stay = [bool(stays) for stays in found["stay"]]
@@ -235,8 +225,7 @@ class IpcReceiver:
 
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
-        self._copying: StreamLike | None = None
-        self._unpacking: StreamLike | None = None
+        self._copying, self._unpacking = context.backend.stream(), context.backend.stream()
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
@@ -267,8 +256,6 @@ class IpcReceiver:
     @contextlib.contextmanager
     def _streams(self) -> Iterator[None]:
         """Order both streams after the current one, and wait for their work at the end."""
-        self._copying = self._copying or self._backend.stream()
-        self._unpacking = self._unpacking or self._backend.stream()
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
         self._unpacking.wait_stream(current)
@@ -314,7 +301,6 @@ class IpcReceiver:
         Returns the sender's checksums if the window has them.
         """
         copying, unpacking = self._copying, self._unpacking
-        assert copying is not None and unpacking is not None, "receive makes them"
         theirs = None
         for index, (number, offset) in enumerate(window.places, first):
             with copying:

@@ -123,7 +123,7 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
 def test_a_single_file_holds_a_single_version(store: Store) -> None:
     with sender_of(store, transport="host", versions=1, timeout_s=0.05) as sender:
         sender.publish(1, model_of(1))
-        with pytest.raises(TransferFailedError, match="versions=1 leaves one file, and it has the newest version"):
+        with pytest.raises(TransferFailedError, match="versions=1 files one has the newest version"):
             sender.publish(2, model_of(2))
 
 
@@ -140,7 +140,7 @@ def test_as_many_versions_are_kept_as_are_read(store: Store) -> None:
             claimed.append(claims.enter_context(reader.hold(proposal, layout, StageClock())))
         sender.publish(3, model_of(3))
         assert [version.slabs[0][:4].view(torch.float32).item() for version in claimed if version] == [1.0, 2.0]
-        with pytest.raises(TransferFailedError, match="receivers have been reading all 2 older"):
+        with pytest.raises(TransferFailedError, match="receivers have been reading all 2 others"):
             sender.publish(4, model_of(4))
 
 

@@ -241,7 +241,7 @@ class LosingSecond(CpuBackend):
 def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store: Store, stay: bool) -> None:
     backend, layout = LosingSecond(), WeightLayout.plan([("w", torch.zeros(9))])
     places = [[0, 0], [1, 0]]
-    note = {"kind": "lent", "handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": places}
+    note = {"handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": places}
     receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
     destination, sums = DoubleBuffer(layout, backend=backend), Checksums(layout, device=backend.device())
     with pytest.raises(CommError, match="the memory is gone") as error:
@@ -295,9 +295,7 @@ def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, la
     memories = {str(one): torch.cat(list(tensors.values())[2 * one : 2 * one + 2]).view(torch.uint8) for one in (0, 1)}
     memories["sums"] = sent.values.view(torch.uint8)
     notes = {
-        f"window/{number}": json.dumps(
-            {"kind": "lent", "handles": [{"name": name}], "stay": [False], "places": places}
-        ).encode()
+        f"window/{number}": json.dumps({"handles": [{"name": name}], "stay": [False], "places": places}).encode()
         for number, (name, places) in enumerate(
             [("0", [(0, 0), (0, 512)]), ("1", [(0, 0), (0, 512)]), ("sums", [(0, 0)])]
         )
