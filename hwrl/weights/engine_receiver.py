@@ -80,10 +80,13 @@ class EngineReceiver:
             return Taken(why="the sender did not commit it")
         return Taken(taken.number, taken.epoch, taken.version)
 
-    def release(self) -> None:
-        """Free the destinations; the next offer makes them again."""
+    def release(self, *, keep_plan: bool = False) -> None:
+        """Free the destinations; the next offer makes them again.
+
+        With ``keep_plan`` those of copies into tensors that live on are kept, and free their rings only.
+        """
         for intake in self._intakes.values():
-            intake.release()
+            intake.release(keep_plan=keep_plan)
 
     def close(self) -> None:
         """Close all connections and free the destinations."""

@@ -158,9 +158,12 @@ class WeightIntake:
         for end in list(self._ends.values()):
             end.abort()
 
-    def release(self) -> None:
-        """Free the destination's memory; the next version allocates it again. The plan of copies in place stays."""
-        if self._prepared is not None and isinstance(self._prepared[1], CopyDestination):
+    def release(self, *, keep_plan: bool = False) -> None:
+        """Free the destination; the next version plans and allocates it again.
+
+        With ``keep_plan`` a destination of copies into tensors that live on keeps its plan, and frees its ring only.
+        """
+        if keep_plan and self._prepared is not None and isinstance(self._prepared[1], CopyDestination):
             self._prepared[1].release()
         else:
             self._prepared = None

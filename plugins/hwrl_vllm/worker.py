@@ -119,7 +119,7 @@ class WeightLoading:
 
     def hwrl_release_receiver(self) -> None:
         """Free the receiver's ring, before a sleep."""
-        self._hwrl_receiver.release()
+        self._hwrl_receiver.release(keep_plan=True)
 
     def hwrl_free_nbytes(self) -> int:
         """Return the free bytes of this worker's device."""

@@ -260,7 +260,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
     members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"])
     for version in (1, 2, 3, 4):
         if version == 4:
-            receiver.release()  # the engine sleeps
+            receiver.release(keep_plan=True)  # the engine sleeps
         deadline = 30.0 + time.monotonic()
         proposal = members.wait(deadline=deadline, timeout_s=300.0, aborted=None, have=None)
         members.begin(proposal)
