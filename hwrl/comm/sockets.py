@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 """Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
@@ -24,6 +25,23 @@ def reachable_host(host: str) -> str:
             unused.connect((_ANYWHERE[host], 9))  # chooses the interface
             return str(unused.getsockname()[0])
     return host
+
+
+def open_socket(host: str, port: int, use: Callable[[socket.socket, tuple[Any, ...]], object]) -> socket.socket:
+    """Return a new TCP socket after ``use(socket, place)``, for the first address of ``host`` where that works.
+
+    Raises the last address's error, or the one of a name without addresses.
+    """
+    error: Exception = OSError("the name has no address")
+    for family, _, _, _, (address, _, *scope) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        made = socket.socket(family)
+        try:
+            use(made, (address, port, *scope))
+            return made
+        except (OSError, OverflowError) as exc:
+            made.close()
+            error = exc
+    raise error
 
 
 def process_sockets() -> Iterator[tuple[int, socket.socket]]:
