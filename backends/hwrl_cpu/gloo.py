@@ -158,10 +158,17 @@ def _shut_down(addresses: Addresses, how: int) -> None:
     start in between, fail to write, and block everything, even the end of the group, until its timeout (seen with
     torch 2.13 on a busy machine, in 1 of 12 aborts).
     """
-    for _, mine in process_sockets():
+    for _, seen in process_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile: nothing to end
-            if not addresses.isdisjoint((_plain(mine.getpeername()), _plain(mine.getsockname()))):
-                mine.shutdown(how)
+            if _is_of(seen, addresses):
+                with seen.dup() as mine:  # Gloo may close its own at any time, and the number become another socket's
+                    if _is_of(mine, addresses):
+                        mine.shutdown(how)
+
+
+def _is_of(mine: socket.socket, addresses: Addresses) -> bool:
+    """Return whether a connection goes to or from ``addresses``. Raises OSError for a socket without a connection."""
+    return not addresses.isdisjoint((_plain(mine.getpeername()), _plain(mine.getsockname())))
 
 
 def _device_of_its_own(make: Callable[[], Any]) -> tuple[Any, Address]:

@@ -6,15 +6,12 @@ import contextlib
 import ctypes
 import os
 import socket
-import stat
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 """Hosts that mean all interfaces, each with an address on another network (reserved for documentation)."""
 _RES_INIT = 1
-_duplicates: set[int] = set()  # open descriptors that process_sockets made
-_lock = threading.RLock()  # of _duplicates; the garbage collector may end an iteration while this thread holds it
 
 
 def reachable_host(host: str) -> str:
@@ -30,40 +27,39 @@ def reachable_host(host: str) -> str:
     return host
 
 
-def process_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield the descriptor of each TCP socket of this process, newest first mostly, with a duplicate of the socket.
+def open_socket(host: str, port: int, use: Callable[[socket.socket, tuple[Any, ...]], object]) -> socket.socket:
+    """Return a new TCP socket after ``use(socket, place)``, for the first address of ``host`` where that works.
 
-    The duplicate is closed when the caller takes the next one. Several threads may iterate: none gets the duplicate
-    of another. Linux only.
+    Raises the last address's error, or the one of a name without addresses.
+    """
+    error: Exception = OSError("the name has no address")
+    for family, _, _, _, (address, _, *scope) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        made = socket.socket(family)
+        try:
+            use(made, (address, port, *scope))
+            return made
+        except (OSError, OverflowError) as exc:
+            made.close()
+            error = exc
+    raise error
+
+
+def process_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield each TCP socket of this process with its descriptor, newest first mostly, to look at it. Linux only.
+
+    Do not close it. Its owner may, at any time, and then the descriptor may become another socket's: before you change
+    a socket, duplicate it and look at the duplicate.
     """
     for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
-        mine = _duplicate_socket(descriptor)
-        if mine is None:
+        try:
+            found = socket.socket(fileno=descriptor)
+        except OSError:  # no socket, or closed meanwhile
             continue
         try:
-            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
-                yield descriptor, mine
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield descriptor, found
         finally:
-            with _lock:
-                _duplicates.discard(mine.fileno())
-                mine.close()
-
-
-def _duplicate_socket(descriptor: int) -> socket.socket | None:
-    """Return a duplicate of a socket; None for another file, one that is closed meanwhile, or a duplicate made here."""
-    with _lock, contextlib.suppress(OSError):
-        if descriptor in _duplicates or not _is_socket(descriptor):  # a file's duplicate would drop its locks
-            return None
-        copy = os.dup(descriptor)
-        if _is_socket(copy):  # else the number got another file in between
-            _duplicates.add(copy)
-            return socket.socket(fileno=copy)
-        os.close(copy)
-    return None
-
-
-def _is_socket(descriptor: int) -> bool:
-    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+            found.detach()  # the owner closes it
 
 
 @contextlib.contextmanager

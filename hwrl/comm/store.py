@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore as _PrefixStore
 from torch._C._distributed_c10d import Store, TCPStore
 
-from hwrl.comm.dialer import Dialer, Peer
-from hwrl.comm.signed import KeyedAddress, new_key, require_key, warn_once
-from hwrl.comm.sockets import reachable_host
+from hwrl.comm.signed import CONNECT_S, Dialer, KeyedAddress, new_key, require_key, warn_once
+from hwrl.comm.sockets import open_socket, reachable_host
 from hwrl.errors import CommError, PeerLostError, first_line
 
 _BACKLOG = 4096
-_served_or_joined: list[Dialer] = []
-"""The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
-_of_parent: list[Peer] = []
-"""Where the clients of the process that forked this one connect: their threads and connections stay with it."""
-_ended: dict[KeyedAddress, Peer] = {}
-"""The stores that this process has served until the last reference was dropped, and where their clients connected."""
+_dialers: list[Dialer] = []
+"""The stores that this process and the processes that forked it have served or joined, also those that have ended.
 
-
-def _leave_to_parent() -> None:
-    _of_parent.extend(dialer.near for dialer in _served_or_joined)
-    _served_or_joined.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+Torch connects to some of them by itself, at any time, so a dialer stays.
+"""
 
 
 class PrefixStore(_PrefixStore):
@@ -68,68 +57,39 @@ def serve_store(
     Where the kernel cannot sign packets, a store on the loopback interface has no key, and one on another interface
     raises CommError. ``warn`` gets a line that says why a store has no key; by default it is logged, once in a process.
     """
-    listener = _bind(host, port)
     try:
-        key = new_key(secrets.token_urlsafe(32), listener.getsockname()[0], warn)
-        require_key(listener, key)
-        listener.listen(_BACKLOG)
-    except (OSError, CommError) as exc:
-        listener.close()
-        if isinstance(exc, CommError):
-            raise
-        raise _cannot_serve(host, port, str(exc)) from exc
-    address = KeyedAddress(reachable_host(host), listener.getsockname()[1], key)
-    dialer = Dialer(address, _listen_near(address.port))
-    try:
-        store = dialer.make(lambda: _make_server(listener, dialer.near[0], timeout_s), starts_server=True)
-    except dist.DistError as exc:
-        dialer.close()
-        raise _cannot_serve(host, port, first_line(exc)) from exc
-    _served_or_joined.append(dialer)
-    weakref.finalize(store, _end_service, dialer, os.getpid())
+        with open_socket(host, port, _bind) as listener:
+            key = new_key(listener.getsockname()[0], warn)
+            require_key(listener, key)
+            listener.listen(_BACKLOG)
+            address = KeyedAddress(reachable_host(host), listener.getsockname()[1], key)
+            dialer = Dialer(address, _listen_near(address.port))
+            store = _make(
+                dialer,
+                lambda: TCPStore(
+                    dialer.near[0],
+                    address.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout_s),
+                    master_listen_fd=listener.detach(),  # without a socket, TCPStore listens on every interface
+                ),
+            )
+    except (OSError, OverflowError, UnicodeError, dist.DistError) as exc:  # also a port or a name that cannot be
+        raise CommError(
+            f"cannot serve a store on {host}:{port}",
+            why=first_line(exc),
+            fix="use an address of this machine, and another port, or 0 for a free one",
+        ) from exc
+    weakref.finalize(store, dialer.close)
     return store
 
 
-def _make_server(listener: socket.socket, near: str, timeout_s: float) -> TCPStore:
-    """Return torch's store on ``listener``. Its own client connects to the same port, but at address ``near``."""
-    return TCPStore(
-        near,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),  # without a socket, TCPStore listens on every interface
-    )
-
-
-def _end_service(dialer: Dialer, server: int) -> None:
-    if os.getpid() != server:  # a fork: the socket still serves its parent
-        return
-    dialer.close()
-    _served_or_joined.remove(dialer)
-    _ended[dialer.address] = dialer.near
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the first address of ``host`` on this machine. It does not listen."""
-    if not 0 <= port < 65536:
-        raise _cannot_serve(host, port, "ports are 0 to 65535")
-    why = "the name has no address"
-    try:
-        for family, _, _, _, (address, _, *scope) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            bound = socket.socket(family)
-            try:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                bound.bind((address, port, *scope))
-                return bound
-            except OSError as exc:
-                bound.close()
-                why = str(exc)
-    except (OSError, UnicodeError) as exc:  # the name does not resolve
-        why = str(exc)
-    raise _cannot_serve(host, port, why)
+def _bind(unused: socket.socket, place: tuple[Any, ...]) -> None:
+    unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if unused.family == socket.AF_INET6:
+        unused.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    unused.bind(place)
 
 
 def _listen_near(port: int) -> socket.socket:
@@ -141,17 +101,22 @@ def _listen_near(port: int) -> socket.socket:
         with contextlib.suppress(OSError):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, port), family=family, backlog=128)
-    raise _cannot_serve(
-        "the loopback interface", port, "it is taken there; a store on all interfaces leaves ::1 alone, and needs IPv6"
+    raise OSError(
+        f"port {port} of the loopback interface is taken; a store on all interfaces leaves ::1 alone, and needs IPv6"
     )
 
 
-def _cannot_serve(host: str, port: int, why: str) -> CommError:
-    return CommError(
-        f"cannot serve a store on {host}:{port}",
-        why=why,
-        fix="use an address of this machine, and another port, or 0 for a free one",
-    )
+def _make(dialer: Dialer, client: Callable[[], TCPStore], *, timeout_s: float = CONNECT_S) -> TCPStore:
+    """Return ``dialer``'s new client. Close a new dialer without one."""
+    try:
+        store = dialer.make(client, timeout_s=timeout_s)
+    except BaseException:
+        if dialer not in _dialers:
+            dialer.close()
+        raise
+    if dialer not in _dialers:
+        _dialers.append(dialer)
+    return store
 
 
 def store_address(store: TCPStore) -> str:
@@ -171,26 +136,17 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     Raises CommTimeoutError if no store with this key answers there in time: a store is silent to others.
     """
     wanted = KeyedAddress.parse(address)
-    if wanted in _ended:
-        raise _has_ended()
-    dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None) or Dialer(
-        wanted, _listen_near(0)
-    )
+    dialer = _find_dialer(lambda known: known.address == wanted)
+    if dialer is None or dialer.is_of_parent:
+        dialer = Dialer(wanted, _listen_near(0))
     host, port = dialer.near
+    timeout = timedelta(seconds=max(timeout_s, 1.0))
     try:
-        timeout = timedelta(seconds=max(timeout_s, 1.0))
-        store = dialer.make(lambda: TCPStore(host, port, is_master=False, timeout=timeout), timeout_s=timeout_s)
-    except (dist.DistError, CommError) as exc:
-        if dialer not in _served_or_joined:
-            dialer.close()
-        if isinstance(exc, CommError):
-            raise
+        return _make(dialer, lambda: TCPStore(host, port, is_master=False, timeout=timeout), timeout_s=timeout_s)
+    except dist.DistError as exc:
         raise CommError(
             f"cannot use the store at {wanted.place}", why=first_line(exc), fix="is its process alive?"
         ) from exc
-    if dialer not in _served_or_joined:
-        _served_or_joined.append(dialer)
-    return store
 
 
 def is_on_loopback(store: Store) -> bool:
@@ -209,24 +165,26 @@ def _dialer_of(store: Store) -> Dialer | None:
     if not isinstance(store, TCPStore):
         return None
     near = (store.host, store.port)
-    found = next((dialer for dialer in _served_or_joined if dialer.near == near), None)
-    if found is None and near in _of_parent:
+    found = _find_dialer(lambda known: known.near == near)
+    if found is not None and found.is_of_parent:
         raise CommError(
             "the store cannot be used in this process",
             why="another process made it and then forked this one: a fork has no part in its parent's connections",
             fix="take store_address(store) before the fork, and call connect_store(address) here",
         )
-    if found is None and near in _ended.values():
-        raise _has_ended()
     return found
 
 
-def _has_ended() -> PeerLostError:
-    return PeerLostError(
-        "the store has ended",
-        why="this process served it, and has dropped the object that serve_store returned",
-        fix="keep that object as long as processes use the store",
-    )
+def _find_dialer(is_wanted: Callable[[Dialer], bool]) -> Dialer | None:
+    """Return the newest dialer that ``is_wanted``. Raises PeerLostError if its store has ended."""
+    found = next(filter(is_wanted, reversed(_dialers)), None)
+    if found is not None and found.closed.is_set():
+        raise PeerLostError(
+            "the store has ended",
+            why="this process served it, and has dropped the object that serve_store returned",
+            fix="keep that object as long as processes use the store",
+        )
+    return found
 
 
 def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:
@@ -234,15 +192,13 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
 
     It polls, because ``Store.wait`` locks the client for other threads and logs each timeout.
     """
-    begin = time.monotonic()
+    begin, missing = time.monotonic(), list(keys)
     with store_failures():
-        missing = [key for key in keys if not store.check([key])]
-        while missing:
+        while missing := [key for key in missing if not store.check([key])]:
             passed_s = time.monotonic() - begin
             if passed_s >= timeout_s:
                 break
             pause(passed_s)
-            missing = [key for key in missing if not store.check([key])]
     return tuple(missing)
 
 

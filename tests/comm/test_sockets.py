@@ -23,7 +23,7 @@ def test_a_look_at_the_sockets_keeps_the_locks_of_files(tmp_path: Path) -> None:
     assert "BlockingIOError" in other.stderr
 
 
-def test_a_look_at_the_sockets_does_not_see_the_duplicates_of_another_look() -> None:
+def test_a_look_at_the_sockets_inside_another_sees_each_once() -> None:
     seen: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for descriptor, mine in process_sockets():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hwrl.comm import Comm, PrefixStore, Store, clone_store, connect_store, serve_store, store_address
-from hwrl.comm.signed import why_unsigned
+from hwrl.comm.signed import Dialer, why_unsigned
 from hwrl.errors import CommError
 from hwrl.weights import WeightSender
 from hwrl_cpu import INFO, CpuBackend
@@ -45,7 +45,7 @@ def test_a_connection_that_is_taken_back_at_the_last_moment_does_not_end_the_dia
     taken: list[Any] = []
 
     def trace(frame: Any, *_: Any) -> Any:
-        if not frame.f_code.co_filename.endswith("comm/dialer.py") or frame.f_code.co_name != "_connect":
+        if frame.f_code is not Dialer._connect.__code__:
             return None
         dialed = frame.f_locals["self"].__dict__["_dialed"]
         while dialed and frame.f_lineno > frame.f_code.co_firstlineno and not taken:
