@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,8 @@ _WEIGHTS = "weights"
 """vLLM's tag of the allocations for weights."""
 _PIECE_NBYTES = 32 << 20
 """The bytes that one kernel copies in a wake."""
+_SMALL_NBYTES = 1 << 16
+"""Smaller pieces than this are copied together."""
 
 
 class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
@@ -86,14 +89,20 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         half the speed. So kernels read the page-locked memory. Mapping waits for a running kernel, so each is short.
         """
         taken = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in beside)
+        small: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream:
             for memory, kept in self._weights():
                 source = self._on_device(kept.data_ptr(), kept.nbytes)
                 for begin, end in _spans_beside(taken, memory.data_ptr(), memory.nbytes):
+                    if end - begin < _SMALL_NBYTES:
+                        small.append((memory[begin:end], source[begin:end]))
+                        continue
                     for at in range(begin, end, _PIECE_NBYTES):
                         stop = min(at + _PIECE_NBYTES, end)
                         words = torch.uint8 if at % 8 or stop % 8 else torch.int64
                         torch._foreach_copy_([memory[at:stop].view(words)], [source[at:stop].view(words)])
+            if small:  # mostly the gaps between tensors: one kernel for many of them
+                torch._foreach_copy_([to for to, _ in small], [part for _, part in small])
         self._kept = False
 
     def _lock(self, device: int) -> None:
@@ -122,11 +131,11 @@ def _spans_beside(taken: list[tuple[int, int]], address: int, nbytes: int) -> It
     ``taken`` are sorted pairs of address and size.
     """
     begin = 0
-    for start, size in taken:
-        if start + size > address and start < address + nbytes:
-            if begin < start - address:
-                yield begin, start - address
-            begin = max(begin, start + size - address)
+    first = max(0, bisect.bisect(taken, (address, 0)) - 1)  # it may reach into these bytes
+    for start, size in taken[first : bisect.bisect(taken, (address + nbytes, 0))]:
+        if begin < start - address:
+            yield begin, start - address
+        begin = max(begin, start + size - address)
     if begin < nbytes:
         yield begin, nbytes
 
