@@ -38,7 +38,6 @@ LOADED = 0
 LOOP_BROKEN = 83
 """The status of a process that ended because its function stopped the event loop, or cancelled tasks of others."""
 _PR_SET_PDEATHSIG = 1
-_ALIVE, _CALL = struct.Struct("<d"), struct.Struct("<dQQQ")
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,25 @@ class Notes:
     ``descriptor`` is that of a file of at least :attr:`size` bytes.
     """
 
-    size = _CALL.size
+    size = 4 * 8
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, self.size)
+        # A view writes a number at once. struct's pack_into writes zeros first, and the replica would read them.
+        memory = memoryview(mmap.mmap(descriptor, self.size))
+        self._times_s, self._numbers = memory.cast("d"), memory.cast("Q")
 
     def note_call(self, job: int, index: int, attempt: int) -> None:
         """Note that ``attempt`` of call ``index`` of ``job`` begins."""
-        _CALL.pack_into(self._memory, 0, time.monotonic(), job, index, attempt)
+        self._numbers[1], self._numbers[2], self._numbers[3] = job, index, attempt
+        self.note_alive()
 
     def note_alive(self) -> None:
         """Note that the event loop of the process is alive."""
-        _ALIVE.pack_into(self._memory, 0, time.monotonic())
+        self._times_s[0] = time.monotonic()
 
     def read(self) -> tuple[float, int, int, int]:
         """Return the newest sign of life (seconds of ``time.monotonic``), and the arguments of the newest call."""
-        alive_s, job, index, attempt = _CALL.unpack_from(self._memory)
-        return alive_s, job, index, attempt
+        return self._times_s[0], self._numbers[1], self._numbers[2], self._numbers[3]
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:

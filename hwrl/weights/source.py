@@ -333,6 +333,12 @@ def _buckets(
             yield bucket
             bucket = None
         if isinstance(tensor, WeightShard):
+            if group is None:
+                raise WeightsError(
+                    f"tensor {name!r} cannot be gathered",
+                    why="it is a shard, and there is no group with the ranks that have the others",
+                    fix="pass the group of the ranks",
+                )
             bucket = bucket or _Bucket(key, to, wanted)
             bucket.names.append(name)
             bucket.shards.append(tensor)

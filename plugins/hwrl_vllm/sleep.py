@@ -57,18 +57,19 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
-        wanted = self._asleep if tags is None else self._asleep.intersection(tags)
-        others = sorted(wanted - {_WEIGHTS})
+        wanted = set(self._asleep) if tags is None else self._asleep.intersection(tags)
         if _WEIGHTS in wanted:
             super().resume([_WEIGHTS])
-        if self._kept and wanted == self._asleep:
+            self._asleep.discard(_WEIGHTS)  # at once: if the rest finds no memory, another wake maps the rest only
+        others = sorted(wanted - {_WEIGHTS})
+        if self._kept and self._asleep.issubset(others):
             self._copy_back()
         try:
             if others:
                 super().resume(others)  # the weights' copies run meanwhile
+                self._asleep.difference_update(others)
         finally:
             self._stream.synchronize()
-        self._asleep = self._asleep - wanted
 
     def restore(self) -> None:
         """Copy the weights back to the device if they are not there, and wait. Their memory must be awake."""
@@ -88,7 +89,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         The driver clears newly mapped memory with the copy engines, and a copy by these engines would meanwhile have
         half the speed. So kernels read the page-locked memory. Mapping waits for a running kernel, so each is short.
         """
-        taken = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in beside)
+        taken = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in beside if tensor.nbytes)
         small: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream:
             for memory, kept in self._weights():
@@ -128,7 +129,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
 def _spans_beside(taken: list[tuple[int, int]], address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield begin and end of each part of the ``nbytes`` at ``address`` that is in no part of ``taken``, in order.
 
-    ``taken`` are sorted pairs of address and size.
+    ``taken`` are sorted pairs of address and size, not empty and not overlapping.
     """
     begin = 0
     first = max(0, bisect.bisect(taken, (address, 0)) - 1)  # it may reach into these bytes

@@ -20,7 +20,7 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle
-from hwrl.rollout.reward_process import send_frame
+from hwrl.rollout.reward_process import Notes, send_frame
 from tests.support.interrupting import before_each_line
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 from tests.support.speed import slow
@@ -426,3 +426,17 @@ def test_an_evaluation_whose_reward_hangs_says_so(start: Start) -> None:
     step_until(rollouter, answer.done)
     with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within " + f"{slow(2):g} s"):
         answer.result(timeout=0)
+
+
+def test_a_sign_of_life_is_never_read_in_the_middle_of_its_write() -> None:
+    writes = "import sys; from hwrl.rollout.reward_process import Notes; notes = Notes(int(sys.argv[1]))\n"
+    writes += "while True: notes.note_call(5, 6, 7)"
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Notes.size)
+        notes, descriptor = Notes(file.fileno()), file.fileno()
+        with subprocess.Popen([sys.executable, "-c", writes, str(descriptor)], pass_fds=[descriptor]) as writer:
+            wait_until(lambda: notes.read()[0] > 0.0)
+            before_s = notes.read()[0]
+            assert all(notes.read()[0] >= before_s for _ in range(1_000_000))
+            assert notes.read()[1:] == (5, 6, 7)
+            writer.kill()

@@ -11,6 +11,7 @@ import torch
 
 import hwrl
 from hwrl.comm import Comm, Group, Pending, connect_store, serve_store, store_address
+from hwrl.errors import WeightsError
 from hwrl.interfaces import EngineSettings
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
@@ -111,3 +112,8 @@ def test_shards_of_small_tensors_travel_together() -> None:
         wanted, got = small_tensor(number), whole[f"t{number}"]
         assert torch.equal(got, wanted.bfloat16() if wanted.is_floating_point() else wanted), number
     assert list(whole) == [f"t{number}" for number in range(200)]
+
+
+def test_a_shard_without_a_group_is_refused_by_name() -> None:
+    with pytest.raises(WeightsError, match="'w' cannot be gathered"):
+        list(gather_weights([("w", WeightShard(torch.ones(2), (4,), 0, 2))], None, dtype=None))

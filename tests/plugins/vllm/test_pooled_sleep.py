@@ -118,6 +118,23 @@ def test_weights_that_were_woken_without_an_update_outlast_another_sleep(allocat
     assert allocator.values() == [0, LOST, 2]
 
 
+def test_a_wake_that_found_no_memory_can_be_repeated(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping, wake_up = backend(), allocator.wake_up
+    sleeping.suspend(1)
+
+    def without_room(tags: list[str] | None) -> None:
+        if tags == ["kv_cache"]:
+            raise torch.OutOfMemoryError("no room")
+        wake_up(tags)
+
+    monkeypatch.setattr(allocator, "wake_up", without_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        sleeping.resume(None)
+    monkeypatch.setattr(allocator, "wake_up", wake_up)
+    sleeping.resume(None)
+    assert allocator.values() == [0, LOST, 2] and not allocator.unmapped
+
+
 def test_level_2_brings_nothing_back_not_even_of_an_earlier_sleep(allocator: Allocator) -> None:
     sleeping = backend()
     sleeping.suspend(1)
