@@ -52,6 +52,7 @@ def _publish_or_receive(rank: int, address: str, transport: str) -> Any:
             with WeightReceiver(store, name=f"link {number}", replica="r0", backend=backend) as receiver:
                 received = receiver.receive(timeout_s=600.0)
                 found[number, kind] = {name: tensor.clone() for name, tensor in received.items()}
+                store.set(f"received {number}", "")
         return found
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
         model, mesh = Model(), init_device_mesh("cpu", (2,))
@@ -70,6 +71,7 @@ def _publish_or_receive(rank: int, address: str, transport: str) -> Any:
                 except (TransferFailedError, CommAbortedError) as exc:
                     failures.append(str(exc))
                 assert len(failures) == 1 and "version 4" in failures[0], "every rank has the error"
+                store.wait([f"received {number}"])  # the end of a sender deletes the versions of the host transport
                 assert sender.new_receivers() == () and (rank == 0 or sender.receivers() == ())
             group.barrier()
         return [(report.version, report.receivers, report.nbytes) for report in reports]

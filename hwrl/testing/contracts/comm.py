@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import ClassVar, cast
 
 import pytest
@@ -187,7 +188,7 @@ def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
     first = torch.zeros(4, device=group.backend.device())
     if rank == 1:
         group.send(first, dst=0)
-        store.wait(["tried"])
+        store.wait(["tried"], timedelta(seconds=scaled(300.0)))  # the other rank ends by its own limit
         return ""
     try:
         group.recv(first, src=1, async_op=True).complete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.levels import Level
+from hwrl.testing.limits import scaled
 from hwrl.testing.processes import run_processes
 from hwrl.testing.subject import Subject
 from hwrl.weights import TRANSPORTS, WeightReceiver, WeightSender, with_transport
@@ -77,7 +79,7 @@ def _send(backend: Backend, store: Store, transport: str) -> list[int]:
         sent = []
         for version in _VERSIONS:
             sent.append(sender.publish(version, _weights(backend, version).items()).version)
-            store.wait([f"took/{version}"])
+            store.wait([f"took/{version}"], timedelta(seconds=scaled(300.0)))
         return sent
 
 
