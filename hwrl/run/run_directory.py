@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hwrl.checkpoint import DirectoryLock, DurableFS
-from hwrl.errors import ConfigError, RunDirectoryError
+from hwrl.checkpoint import DirectoryLock, DurableFS, find_checkpoints, read_extra
+from hwrl.errors import CheckpointCorruptError, ConfigError, RunDirectoryError
 from hwrl.files import make_directory, open_to_read, read_file
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.config.yaml_reader import MAX_NBYTES
@@ -20,14 +20,16 @@ from hwrl.run.scaling import SCALE
 
 _FILES_OF_A_RUN = (RUN_CONFIG, METRICS, PROMPTS, MODEL_DIRECTORY)
 
+_BATCH, _TRIGGER = "train.batch_groups", "async_training.trigger_parameter_sync_step"
+
 FIXED_KEYS = (
     "seed",
     "model.lora_rank",
     "model.lora_alpha",
     "model.target_modules",
     "rollout.n",
-    "train.batch_groups",
-    "async_training.trigger_parameter_sync_step",
+    _BATCH,
+    _TRIGGER,
 )
 """Keys whose value must not change when a run resumes: the ledger's counts of prompts and versions depend on them.
 
@@ -116,8 +118,7 @@ def _check_same_run(config: Config, saved: bytes | None) -> None:
             why="its metrics and checkpoints would be mixed with those of the new run",
             fix="add resume=true to continue it, choose another dir=…, or delete the directory",
         )
-    now, tree = config.model_dump(mode="json"), None if saved is None else _parse_saved(config, saved)
-    before = {} if saved is None else {key: _value_at(tree, key) for key in (*FIXED_KEYS, _ADVANTAGE)}
+    now, before = config.model_dump(mode="json"), _saved_values(config, saved)
     changed = [key for key in FIXED_KEYS if key in before and _value_at(now, key) != before[key]]
     advantage = before.get(_ADVANTAGE)
     if advantage is not None and (_value_at(now, _ADVANTAGE) == "gae") != (advantage == "gae"):
@@ -128,6 +129,36 @@ def _check_same_run(config: Config, saved: bytes | None) -> None:
             why="; ".join(f"{key} was {before[key]!r} and is {_value_at(now, key)!r}" for key in changed),
             fix="resume with the old values, or start a new run in another dir=…",
         )
+
+
+def _saved_values(config: Config, saved: bytes | None) -> dict[str, Any]:
+    """Return what is known of the run's fixed keys: those in ``saved``, and those by which its checkpoint counts.
+
+    The checkpoint decides, because the configuration in the run directory may have been deleted or edited.
+    """
+    tree = None if saved is None else _parse_saved(config, saved)
+    written = {} if saved is None else {key: _value_at(tree, key) for key in (*FIXED_KEYS, _ADVANTAGE)}
+    return written | _counted_values(config)
+
+
+def _counted_values(config: Config) -> dict[str, int]:
+    """Return the fixed keys by which the ledger in the newest checkpoint has counted; {} for one of an earlier hwrl."""
+    directory = config.dir / "checkpoints"
+    for info in reversed(find_checkpoints(directory)[0] if directory.is_dir() else []):
+        with suppress(CheckpointCorruptError):
+            ledger = read_extra(info)[0].get("ledger")
+            return _counted_by(ledger, info.step) if isinstance(ledger, dict) else {}
+    return {}
+
+
+def _counted_by(ledger: dict[str, Any], step: int) -> dict[str, int]:
+    trained, of_version = ledger.get("trained"), ledger.get("groups_per_version")
+    if not (isinstance(trained, int) and isinstance(of_version, int) and step and trained) or trained % step:
+        return {}
+    batch = trained // step
+    if of_version % batch:  # an earlier hwrl went on with another batch: the mean is none that was configured
+        return {}
+    return {_BATCH: batch, _TRIGGER: of_version // batch}
 
 
 def _parse_saved(config: Config, saved: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Read YAML that a person has written. Write YAML that reads back the same."""
+"""Read YAML that a person has written, with limits on size and depth. Write YAML that reads back the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import yaml
 
 MAX_NBYTES = 1 << 20
 """Maximum size of a file."""
+_MAX_VALUES = 10_000
+"""Maximum number of values in a document. Each use of an alias counts: a few lines can expand to billions of values."""
 _FLOAT, _INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
 _MORE_FLOATS = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$|[-+]\.[0-9][0-9_]*$")
 """Numbers that PyYAML reads as texts, because it reads YAML 1.1. In YAML 1.2 they are numbers."""
@@ -44,6 +46,11 @@ class _Loader(yaml.SafeLoader):
             seen.add((key.tag, key.value))
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MAX_VALUES:  # each `<<` can double the number of keys
+            raise yaml.MarkedYAMLError(problem="too many keys are merged", problem_mark=node.start_mark)
+
 
 class _Dumper(yaml.SafeDumper):
     """YAML's safe dumper, which quotes a text that is a number for :class:`_Loader` or for PyYAML."""
@@ -68,7 +75,9 @@ def parse_yaml(text: str) -> Any:
     Each use of an alias is a copy, so a change of one does not change another.
     """
     try:
-        return _copy(yaml.load(text, Loader=_Loader))
+        tree = yaml.load(text, Loader=_Loader)
+        _check_count(tree)
+        return _copy(tree)
     except yaml.YAMLError as exc:
         raise ValueError(str(exc)) from exc
     except RecursionError as exc:
@@ -78,7 +87,18 @@ def parse_yaml(text: str) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of ``value``. Raises RecursionError for a cycle."""
+    """Return a copy of ``value``, for which :func:`_check_count` has found no cycle."""
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_count(tree: Any) -> None:
+    waiting, count = [tree], 0
+    while waiting and count <= _MAX_VALUES:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, (dict, list)):
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    if count > _MAX_VALUES:
+        raise yaml.YAMLError(f"it has more than {_MAX_VALUES:,} values, with each use of an alias counted")

@@ -126,17 +126,23 @@ def test_bad_values_are_refused_in_words_too(tmp_path: Path, word: str) -> None:
         load_config(path, [word])
 
 
+_NESTED = "".join(f"- &a{i} {'[' * 150}{f'*a{i - 1}' if i else 0}{']' * 150}\n" for i in range(11))
+_DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(40))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("seed: 1\nmodel: {}\nseed: 2\n", r"the key 'seed' occurs twice\n(.|\n)*line 3"),
         ("model:\n  path: a\n  'path': b\n", r"'path' occurs twice(.|\n)*line 3"),
         ("[" * 100_000, "nested too deeply"),
-        ("&a [*a]", "nested too deeply"),
+        ("x: &x [" + "1," * 99 + "]\ny: &y [" + "*x," * 99 + "]\nz: [" + "*y," * 99 + "]\n", "more than 10,000 values"),
+        ("&a [*a]", "more than 10,000 values"),
         (
             "x:\n" + "".join(f"- &a{i} {'[' * 150}*a{i - 1}{']' * 150}\n" for i in range(1, 12)).replace("*a0", "0"),
             "too deep",
         ),
+        (_DOUBLING, "too many keys are merged"),
         ("seed: 2020-13-45", "month must be in 1..12"),
         ("seed: " + "9" * 5000, "cannot be read"),
         ("seed: !!bool x", "cannot be read"),
