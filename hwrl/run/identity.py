@@ -145,7 +145,8 @@ class RunInputs:
         """
         saved, now, model = extra["inputs"], self.digests(), self.config.model.path
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
-        data = ", ".join(str(self.files[key].path) for key in changed if key in self.files) or TRAIN
+        of_data = [key for key in changed if key in self.files and _is_of_training_data(key)]
+        data = ", ".join(str(self.files[key].path) for key in of_data) or TRAIN
         rules: list[tuple[Callable[[str], bool], str, str]] = [
             (
                 _is_of_training_data,

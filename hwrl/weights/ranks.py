@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hwrl.comm import Group, Store
-from hwrl.errors import CommAbortedError, CommError, TransferFailedError, first_line, in_one_line
+from hwrl.errors import CommAbortedError, CommError, HwrlError, TransferFailedError, first_line, in_one_line
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.layout import NamedTensor, WeightLayout
@@ -101,7 +101,8 @@ def on_rank_0(
         result = call()
     except BaseException as exc:
         with contextlib.suppress(CommError):  # exc is the cause
-            exchange(group, {"failed": in_one_line(exc)})
+            why = f": {exc.why}" if isinstance(exc, HwrlError) and exc.why else ""
+            exchange(group, {"failed": f"{in_one_line(exc)}{why}"})
         raise
     exchange(group, {"result": result})
     return result

@@ -213,6 +213,16 @@ def test_a_deliberate_resume_may_change_what_does_no_harm_and_says_so(
     assert sentence.startswith(key) and "has changed since the checkpoint was saved" in sentence
 
 
+def test_a_refusal_names_the_files_of_its_own_kind_only(config: Config) -> None:
+    extra = {"inputs": identify_inputs(config).digests()}
+    edit_the_reward(config)
+    edit_the_evaluation(config)
+    edit_the_prompts(config)
+    with pytest.raises(ConfigError) as caught:
+        identify_inputs(config).compare_with_checkpoint(extra)
+    assert caught.value.what == f"{train_file(config)} does not hold the checkpoint's training data"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

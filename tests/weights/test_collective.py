@@ -103,7 +103,7 @@ def _make_together(rank: int, address: str) -> Any:
 
         with WeightSender(store, group=group, backend=backend) as sender:
             for refused in ((17, torch.ones(2)), ("t1", torch.ones(2).to_sparse()), ("t1", None)):
-                with pytest.raises(CommAbortedError if rank else Exception, match=r"names|sparse|None|cannot be"):
+                with pytest.raises(CommAbortedError if rank else Exception, match=r"names|sparse|Sparse|NoneType"):
                     sender.publish(1, tensors(refused=refused if rank == 0 else None))
             for _ in range(2):  # nobody receives them
                 assert sender.publish(1, tensors(), again=True).receivers == 0
