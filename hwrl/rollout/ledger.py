@@ -45,9 +45,9 @@ from typing import Any, TypeAlias
 
 from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout.ledger_state import PromptState, check_state, from_ranges, places_of, to_ranges
+from hwrl.rollout.ledger_state import PromptState, check_state, from_ranges, to_ranges
+from hwrl.rollout.number_set import NumberSet
 
-_FILTERED, _FAILED = 1, 2
 GroupFilter: TypeAlias = Callable[[PromptGroup], bool]
 """Returns whether to train on a finished group."""
 
@@ -152,7 +152,7 @@ class PromptLedger:
         self.incarnation = 0
         self._open = False  # whether this incarnation has published weights
         self._trained = 0
-        self._settled = bytearray()  # for each leased prompt: 0 if it is owed or trained, else _FILTERED or _FAILED
+        self._next = 0  # the first prompt that was never leased
         self._returned: list[int] = []
         self._failed_attempts: dict[int, int] = {}
         self._next_lease = 0
@@ -160,6 +160,7 @@ class PromptLedger:
         self._accepted: dict[int, tuple[PromptLease, PromptGroup]] = {}
         self._active_of: Counter[int] = Counter()  # running and accepted groups, by the version of their lease
         self._finished_of: Counter[int] = Counter()  # the accepted ones
+        self._filtered, self._failed = NumberSet(), NumberSet()
         self._untrained = UntrainedPrompts()  # since the last call of take_untrained
         self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
@@ -217,7 +218,7 @@ class PromptLedger:
 
     def _filter(self, group: PromptGroup) -> None:
         """Settle the prompt of ``group`` as filtered. Raise DataError after too many in a row."""
-        self._settled[group.sequence_number] = _FILTERED
+        self._filtered.add(group.sequence_number)
         self._untrained.filtered.append(group.sequence_number)
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row > self._max_filtered_in_a_row:
@@ -270,7 +271,7 @@ class PromptLedger:
         self._skipped_in_a_row += 1
         self._returned.remove(number)
         del self._failed_attempts[number]
-        self._settled[number] = _FAILED
+        self._failed.add(number)
         self._untrained.failed[number] = reason
 
     def renew(self, leases: Iterable[PromptLease], *, now_s: float) -> None:
@@ -365,8 +366,8 @@ class PromptLedger:
         """Return the numbers of prompts and errors."""
         return LedgerCounts(
             trained=self._trained,
-            filtered=self._settled.count(_FILTERED),
-            failed=self._settled.count(_FAILED),
+            filtered=len(self._filtered),
+            failed=len(self._failed),
             accepted=len(self._accepted),
             running=len(self._running),
             returned=len(self._returned),
@@ -377,10 +378,12 @@ class PromptLedger:
 
     def state_of(self, number: int) -> PromptState:
         """Return the state of a prompt. Raises ValueError for a number that was never leased."""
-        if not 0 <= number < len(self._settled):
-            raise ValueError(f"prompt {number} was never leased; the next new one is {len(self._settled)}")
-        if self._settled[number]:
-            return "filtered" if self._settled[number] == _FILTERED else "failed"
+        if not 0 <= number < self._next:
+            raise ValueError(f"prompt {number} was never leased; the next new one is {self._next}")
+        if number in self._filtered:
+            return "filtered"
+        if number in self._failed:
+            return "failed"
         return "owed" if number in self._owed() else "trained"
 
     def _owed(self) -> set[int]:
@@ -399,10 +402,10 @@ class PromptLedger:
             "version": self.version,
             "groups_per_version": self._groups_per_version,
             "trained": self._trained,
-            "next": len(self._settled),
+            "next": self._next,
             "owed": sorted(self._owed()),
-            "filtered": places_of(self._settled, _FILTERED),
-            "failed": places_of(self._settled, _FAILED),
+            "filtered": self._filtered.ranges(),
+            "failed": self._failed.ranges(),
             "untrained": {
                 "filtered": to_ranges(self._untrained.filtered),
                 "failed": list(self._untrained.failed.items()),  # JSON has no numbers as keys
@@ -420,16 +423,18 @@ class PromptLedger:
         self._check_groups_per_version(state)
         self.version, self.incarnation = state["version"], incarnation
         self._open = False
-        self._trained, self._settled = state["trained"], bytearray(state["next"])
+        self._trained, self._next = state["trained"], state["next"]
         self._running.clear()
         self._accepted.clear()
         self._active_of.clear()
         self._finished_of.clear()
         self._failed_attempts.clear()
         self._returned = sorted(state["owed"])
-        for name, kind in (("filtered", _FILTERED), ("failed", _FAILED)):
-            for first, last in state.get(name, []):
-                self._settled[first : last + 1] = bytes([kind]) * (last + 1 - first)
+        self._filtered, self._failed = NumberSet(), NumberSet()
+        for first, last in state.get("filtered", []):
+            self._filtered.add_range(first, last)
+        for first, last in state.get("failed", []):
+            self._failed.add_range(first, last)
         untrained = state.get("untrained", {"filtered": [], "failed": []})
         self._untrained = UntrainedPrompts(from_ranges(untrained["filtered"]), dict(untrained["failed"]))
         self._filtered_in_a_row = self._skipped_in_a_row = 0
@@ -447,8 +452,8 @@ class PromptLedger:
     def _pop_number(self) -> int:
         if self._returned:
             return self._returned.pop(0)
-        self._settled.append(0)
-        return len(self._settled) - 1
+        self._next += 1
+        return self._next - 1
 
     def _give_back(self, number: int) -> None:
         self._active_of[self._running.pop(number).lease.version] -= 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from hwrl.errors import DataError
 
 PromptState = Literal["trained", "filtered", "failed", "owed"]
-_MOST_PROMPTS = 1 << 30
-"""A saved state with more prompts is not loaded: it would decide how much memory is taken, one byte for each."""
+_MOST_PROMPTS = 1 << 32
+"""A saved state with more prompts is not loaded: it would decide how much memory is taken, one bit for each."""
 _MOST_UNTRAINED = 1 << 22
 """Likewise for the prompts between two batches, which become a list."""
 
@@ -71,18 +69,6 @@ def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
 def count_in_ranges(ranges: Iterable[Sequence[int]]) -> int:
     """Return how many numbers are in ``ranges``."""
     return sum(last - first + 1 for first, last in ranges)
-
-
-def places_of(settled: bytearray, kind: int) -> list[list[int]]:
-    """Return where ``settled`` is ``kind``, as ascending ranges.
-
-    >>> places_of(bytearray([0, 2, 2, 1, 2]), 2)
-    [[1, 2], [4, 4]]
-    """
-    found = (np.frombuffer(settled, dtype=np.uint8) == kind).view(np.int8)
-    edges = np.flatnonzero(np.diff(found, prepend=0, append=0)).reshape(-1, 2)
-    ranges: list[list[int]] = (edges - [0, 1]).tolist()
-    return ranges
 
 
 def to_ranges(numbers: Iterable[int]) -> list[list[int]]:
