@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hwrl.rollout.rollouter import SLEEPS_AFTER_S
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 from tests.support.backends import runs_here
@@ -18,6 +19,15 @@ pytestmark = pytest.mark.long(25)
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8", "goals={}"]
+
+LATE_REWARD = f"""
+import time
+from hwrl.run.demo import sort_reward
+
+def late(prompt, response, answer):
+    time.sleep({1.5 * SLEEPS_AFTER_S})
+    return sort_reward(prompt, response, answer)
+"""
 
 
 @pytest.fixture
@@ -47,9 +57,14 @@ def train(
 # ci/npu runs this on the simulated NPU; on a machine with two GPUs, it also runs on them.
 @pytest.mark.parametrize("backend", ["numbered", *(name for name in ("cuda", "npu") if runs_here(name))])
 def test_replicas_sleep_on_the_trainers_devices_and_open_its_memory(site: Path, backend: str) -> None:
-    """Each replica gets every version, on the sender's device and on the other, and its tokens are the model's."""
+    """Each replica gets every version, on the sender's device and on the other, and its tokens are the model's.
+
+    A reward takes longer than a replica waits before it sleeps, so each one sleeps in most steps on any machine.
+    """
+    (site / "late_reward.py").write_text(LATE_REWARD)
     colocated = ["train.ranks=2", "rollout.replicas=2", "rollout.free_cache_engine=true", "train.param_offload=true"]
     rest = ["train.optimizer_offload=true", "async_training.staleness_threshold=0", "train.steps=20"]
+    rest += ["reward.function=late_reward:late", "train.batch_groups=2", "rollout.n=2"]
     ended = train(site, *colocated, *rest, devices=2, backend=backend)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (
