@@ -296,21 +296,23 @@ def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[...,
 def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the_run_ends(
     start: Callable[..., Run], demo: Path
 ) -> None:
-    """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
+    """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt.
+
+    A trainer and a replica end at once, later they freeze at once, and then the ledger freezes.
+    """
     run = start(f"timeouts.heartbeat_s={slow(4):g}", "train.steps=40", "checkpoint.save_every_steps=10", "goals={}")
     run.wait_for_step(3)
     (demo / "config.yaml").unlink()  # the run has read it
     assert run.kill("ray::TrainActor") == 1
+    run.signal("ray::RolloutActor", signal.SIGTERM)
     run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): starting at step 0")
     assert "last checkpoint" not in run.output()
-    run.signal("ray::RolloutActor", signal.SIGTERM)
     run.wait_for_output("rollout replica-0 ended (The actor died")
-    run.wait_for_step(8)
-    run.signal("ray::RolloutActor", signal.SIGSTOP)
-    run.wait_for_output(f"rollout replica-0 ended (it has not answered for timeouts.heartbeat_s={slow(4):g} s)")
     run.wait_for_step(13)
+    run.signal("ray::RolloutActor", signal.SIGSTOP)
     run.signal("ray::TrainActor", signal.SIGSTOP)
     run.wait_for_output(f"a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s={slow(4):g} s)")
+    run.wait_for_output(f"rollout replica-0 ended (it has not answered for timeouts.heartbeat_s={slow(4):g} s)")
     run.wait_for_step(20)
     run.signal("ray::LedgerActor", signal.SIGSTOP)
     assert run.wait(timeout_s=600.0) == 1
