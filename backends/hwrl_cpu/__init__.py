@@ -66,8 +66,8 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
         return ProbeResult("yes", "every machine has a CPU")
     return ProbeResult(
         "yes",
-        f"every machine has a CPU, but this one shows {' and '.join(found)}, which none of hwrl's own backends serves: "
-        f"install a torch and a backend package for it (`hwrl new-backend` begins one)",
+        f"every machine has a CPU, but this one shows {' and '.join(found)}, which the CPU "
+        f"must not replace unasked: install a torch and a backend package for it (`hwrl new-backend` begins one)",
         tuple(chain.from_iterable(found.values())),
     )
 
