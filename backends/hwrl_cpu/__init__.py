@@ -13,9 +13,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import hwrl
-from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
+from hwrl.interfaces import (
+    Backend,
+    BackendInfo,
+    Capability,
+    Handle,
+    MemoryInfo,
+    ProbeContext,
+    ProbeResult,
+    StreamlessBackend,
+    Support,
+)
 from hwrl_cpu import accelerators, heap, limits
-from hwrl_cpu.inline import InlineEvent, InlineStream
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -57,8 +66,8 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
         return ProbeResult("yes", "every machine has a CPU")
     return ProbeResult(
         "yes",
-        f"every machine has a CPU, but this one shows {' and '.join(found)}, which none of hwrl's own backends serves: "
-        f"install a torch and a backend package for it (`hwrl new-backend` begins one)",
+        f"every machine has a CPU, but this one shows {' and '.join(found)}, which the CPU "
+        f"must not replace unasked: install a torch and a backend package for it (`hwrl new-backend` begins one)",
         tuple(chain.from_iterable(found.values())),
     )
 
@@ -74,7 +83,7 @@ def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
     return {"enable_chunked_prefill": False} if framework == "vllm" else None
 
 
-class CpuBackend(Backend):
+class CpuBackend(StreamlessBackend):
     """The CPU: one device, without streams. Its memory is the process's heap; the peak is of the resident set."""
 
     _grouped_attention = True
@@ -107,15 +116,6 @@ class CpuBackend(Backend):
 
     def synchronize(self) -> None:
         """Return at once: CPU work is done when its call returns."""
-
-    def stream(self) -> InlineStream:
-        return InlineStream()
-
-    def current_stream(self) -> InlineStream:
-        return InlineStream()
-
-    def event(self, *, timing: bool = False) -> InlineEvent:
-        return InlineEvent()
 
     def memory_info(self) -> MemoryInfo:
         used, machine = heap.allocated_nbytes(), limits.usable_memory()

@@ -1,4 +1,4 @@
-"""Signs of accelerators that none of hwrl's own backends serves: a run must not take the CPU beside one by itself.
+"""Signs of accelerators other than NVIDIA's and Huawei's: a run must not take the CPU beside one by itself.
 
 A backend package for one of them needs nothing here: detection prefers its "yes".
 """
@@ -12,9 +12,10 @@ from collections import defaultdict
 from hwrl.interfaces import PciDevice, ProbeContext
 
 _AMD, _INTEL = 0x1002, 0x8086
-_KFD = "dev/kfd"
+KFD = "dev/kfd"
+"""The device file of AMD's driver for computing."""
 _DEVICE_FILES = {
-    _KFD: "AMD GPU",
+    KFD: "AMD GPU",
     "dev/mkfd": "Hygon DCU",
     "dev/accel/accel[0-9]*": "accelerator of Linux's accel class",
     "dev/accel[0-9]*": "Google TPU",
@@ -115,7 +116,7 @@ def _is_accelerator(context: ProbeContext, device: PciDevice) -> bool:
 
 def _is_laptop_device(context: ProbeContext, file: str) -> bool:
     """Return whether ``file`` is of a laptop's NPU, or of the driver of AMD's GPUs for small graphics only."""
-    if file == f"/{_KFD}":
+    if file == f"/{KFD}":
         graphics = context.pci_devices(vendor=_AMD, base_class=_DISPLAY)
         return bool(graphics) and all(_is_small(context, device) for device in graphics)
     driver = context.root / "sys/class/accel" / os.path.basename(file) / "device/driver"

@@ -138,15 +138,17 @@ class CudaDeviceMap(DeviceMap):
     """GPUs by number, or by UUID in :meth:`narrow` and :meth:`name`. For the driver, the value -1 hides every GPU."""
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
-        if env.get(VISIBLE, "").strip() == "-1":
+        if env.get(str(self.visible_variable), "").strip() == "-1":
             return ()
         return super().visible(env)
 
     def narrow(self, logical: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
-        return {VISIBLE: ",".join(self.name(index, env) for index in logical)}
+        if self.visible_variable is None:
+            return {}
+        return {self.visible_variable: ",".join(self.name(index, env) for index in logical)}
 
     def name(self, logical: int, env: Mapping[str, str]) -> str:
-        names = [name.strip() for name in env.get(VISIBLE, "").split(",")]
+        names = [name.strip() for name in env.get(str(self.visible_variable), "").split(",")]
         if names[0].startswith(_UUIDS) and 0 <= logical < len(names):
             return names[logical]
         return super().name(logical, env)

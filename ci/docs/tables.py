@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
+import hwrl_rocm
+import hwrl_xpu
 from hwrl.interfaces import Capability
 from hwrl.run.config import Config, Section
 
@@ -60,8 +62,13 @@ def _key(item: tuple[str, FieldInfo]) -> tuple[str, str, str]:
 
 def backends(page: str) -> str:
     """Return docs/backends.md with the table of capabilities, each by the answer of the backend's ``supports``."""
-    kinds = [hwrl_cpu.CpuBackend, hwrl_cuda.CudaBackend, hwrl_npu.NpuBackend]
-    shipped = [kind(module.INFO) for kind, module in zip(kinds, (hwrl_cpu, hwrl_cuda, hwrl_npu), strict=True)]
+    shipped = [
+        hwrl_cpu.CpuBackend(hwrl_cpu.INFO),
+        hwrl_cuda.CudaBackend(hwrl_cuda.INFO),
+        hwrl_npu.NpuBackend(hwrl_npu.INFO),
+        hwrl_rocm.RocmBackend(hwrl_rocm.INFO),
+        hwrl_xpu.XpuBackend(hwrl_xpu.INFO),
+    ]
     header = ("capability", *(f"`{backend.info.name}`" for backend in shipped))
     with mock.patch.object(hwrl_cuda, "_why_not_compiled", str):  # torch for the CPU comes without triton
         rows = [(f"`{one.value}`", *(backend.supports(one).state for backend in shipped)) for one in Capability]

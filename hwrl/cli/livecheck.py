@@ -17,6 +17,8 @@ from hwrl.discovery import BACKEND_VARIABLE
 from hwrl.testing.limits import scaled
 
 if TYPE_CHECKING:
+    import torch
+
     from hwrl.interfaces import Backend
 
 _LAST_LINES = 5
@@ -84,13 +86,13 @@ def _why_unusable(backend: Backend) -> str:
     mark.record()
     mark.synchronize()
     ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
-    pinned = backend.pinned_empty(ones.nbytes).view(torch.float32)
-    pinned.copy_(ones + ones)
+    host = _host_empty(backend, ones.nbytes).view(torch.float32)
+    host.copy_(ones + ones)
     backend.current_stream().synchronize()
     backend.synchronize()
-    if not torch.equal(pinned, torch.full((1024,), 2.0)):
+    if not torch.equal(host, torch.full((1024,), 2.0)):
         return "1 + 1 on the device did not arrive as 2 in host memory"
-    back = pinned.to(backend.device())
+    back = host.to(backend.device())
     backend.synchronize()
     if not bool((back == 2).all()):
         return "a copy from host memory did not arrive on the device"
@@ -99,6 +101,17 @@ def _why_unusable(backend: Backend) -> str:
     except RuntimeError as exc:
         return f"a small model fails on the device: {type(exc).__name__}: {str(exc).splitlines()[0]}"
     return f"a small model computes wrong numbers: {'; '.join(wrong[:_SHOWN])}" if wrong else ""
+
+
+def _host_empty(backend: Backend, nbytes: int) -> torch.Tensor:
+    """Return host memory for copies, page-locked unless the backend says that it cannot lock memory."""
+    import torch
+
+    from hwrl.interfaces import Capability
+
+    if backend.supports(Capability.PINNED_MEMORY).usable:
+        return backend.pinned_empty(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ Importing it is cheap and loads neither torch nor numpy: a probe may run where t
 from hwrl.interfaces.backend import API_VERSION as API_VERSION
 from hwrl.interfaces.backend import Backend as Backend
 from hwrl.interfaces.backend import BackendInfo as BackendInfo
-from hwrl.interfaces.backend import Capability as Capability
 from hwrl.interfaces.backend import MemoryInfo as MemoryInfo
 from hwrl.interfaces.backend import StreamLike as StreamLike
-from hwrl.interfaces.backend import Support as Support
 from hwrl.interfaces.batch import Batch as Batch
+from hwrl.interfaces.capabilities import Capability as Capability
+from hwrl.interfaces.capabilities import Support as Support
 from hwrl.interfaces.chat import ParsedAnswer as ParsedAnswer
 from hwrl.interfaces.chat import ToolCall as ToolCall
 from hwrl.interfaces.chat import ToolParser as ToolParser
@@ -23,6 +23,9 @@ from hwrl.interfaces.groups import Response as Response
 from hwrl.interfaces.groups import Segment as Segment
 from hwrl.interfaces.groups import Trajectory as Trajectory
 from hwrl.interfaces.handles import Handle as Handle
+from hwrl.interfaces.inline import InlineEvent as InlineEvent
+from hwrl.interfaces.inline import InlineStream as InlineStream
+from hwrl.interfaces.inline import StreamlessBackend as StreamlessBackend
 from hwrl.interfaces.kernels import Kernels as Kernels
 from hwrl.interfaces.lora import LoraSettings as LoraSettings
 from hwrl.interfaces.losses import Advantage as Advantage

@@ -1,4 +1,4 @@
-"""The interface of a device: :class:`Backend`, its :class:`BackendInfo` and its capabilities.
+"""The interface of a device: :class:`Backend` and its :class:`BackendInfo`.
 
 A backend package implements three hooks (:mod:`hwrl.discovery.hookspecs`): its info, a probe, a factory.
 ``Backend(info)`` works for every device known to torch. A subclass overrides a method if its device behaves differently
@@ -14,11 +14,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 from hwrl.interfaces import torchapi
+from hwrl.interfaces.capabilities import NOT_GENERAL, Capability, Support
 from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.handles import Handle, seal, unseal
 from hwrl.interfaces.varlen import PaddedAttention
@@ -30,46 +30,6 @@ if TYPE_CHECKING:
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. hwrl refuses plugins of another major or a newer minor version."""
-
-
-class Capability(StrEnum):
-    """Features that some devices lack. :meth:`Backend.supports` checks for one; :meth:`Backend.require` raises."""
-
-    STREAMS = "streams"
-    """Work on a side stream runs while the caller continues."""
-    PINNED_MEMORY = "pinned_memory"
-    """The backend allocates page-locked host memory, so copies to and from the device are asynchronous."""
-    REGISTERED_MEMORY = "registered_memory"
-    """Existing host memory, such as shared memory, can be page-locked in place."""
-    MEMORY_STATS = "memory_stats"
-    """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
-    COLLECTIVES = "collectives"
-    """torch has a collective library for the device. Without it, :mod:`hwrl.comm` stages groups through the host."""
-    REDUCE_AVERAGE = "reduce_average"
-    """The collective library averages. Without it, FSDP2's gradients are summed and divided."""
-    COMM_ABORT = "comm_abort"
-    """Another thread can end a blocked collective."""
-    SHARED_DEVICE_GROUPS = "shared_device_groups"
-    """Two processes on the same device can join one process group."""
-    DEVICE_IPC = "device_ipc"
-    """Another process of the same host can open device memory."""
-    VARLEN_ATTENTION = "varlen_attention"
-    """A fused kernel computes :meth:`Backend.varlen_attention`. Without it, sequences are padded to the longest."""
-    COMPILED_TRAINING = "compiled_training"
-    """Compiling a model's layers makes training faster."""
-
-
-@dataclass(frozen=True)
-class Support:
-    """Whether a feature works, and why. ``unverified`` means: expected to work, not proven on this device."""
-
-    state: Literal["supported", "unsupported", "unverified"]
-    reason: str
-
-    @property
-    def usable(self) -> bool:
-        """True unless the state is ``unsupported``."""
-        return self.state != "unsupported"
 
 
 @dataclass(frozen=True)
@@ -127,16 +87,6 @@ class StreamLike(Protocol):
     def __exit__(self, *exc: Any) -> Any: ...
 
 
-_UNSUPPORTED = {
-    Capability.SHARED_DEVICE_GROUPS: "most collective libraries need a device of its own for each rank",
-    Capability.DEVICE_IPC: "the backend does not implement it",
-    Capability.COMM_ABORT: "the backend does not implement it",
-    Capability.REGISTERED_MEMORY: "the backend does not implement it",
-    Capability.VARLEN_ATTENTION: "no fused kernel: sequences are padded to the longest",
-    Capability.COMPILED_TRAINING: "torch's compiler is not proven on this device",
-}
-
-
 class Backend:
     """One kind of device, in this process.
 
@@ -160,21 +110,33 @@ class Backend:
     # -- capabilities -------------------------------------------------------------------------------------------
 
     def supports(self, capability: Capability) -> Support:
-        """Return whether this backend has ``capability``, with the reason."""
-        if capability is Capability.COLLECTIVES:
-            return self._collectives()
+        """Return whether this backend has ``capability``, with the reason.
+
+        Of streams, page-locked memory and statistics it tries a call, so choose the device first.
+        """
         if capability is Capability.COMM_ABORT and not self.supports(Capability.COLLECTIVES).usable:
             return Support("unverified", "groups staged through the host end with their connections")
-        if (reason := _UNSUPPORTED.get(capability)) is not None:
+        if (reason := NOT_GENERAL.get(capability)) is not None:
             return Support("unsupported", reason)
-        return Support("unverified", "torch's generic implementation, not proven on this device")
-
-    def _collectives(self) -> Support:
         try:
-            library = self.comm_library()
+            used = self._try(capability)
         except UnsupportedError as error:
             return Support("unsupported", error.why)
-        return Support("unverified", f"torch's {library}, not proven on this device")
+        except RuntimeError as error:  # for example, there is no device
+            return Support("unsupported", str(error).partition("\n")[0])
+        return Support("unverified", f"{used}, not proven on this device")
+
+    def _try(self, capability: Capability) -> str:
+        """Return what of torch serves ``capability``. Raises UnsupportedError if a call shows that nothing does."""
+        if capability is Capability.COLLECTIVES:
+            return f"torch's {self.comm_library()}"
+        if capability is Capability.STREAMS:
+            torchapi.require_streams(self.info.device_type)
+        if capability is Capability.PINNED_MEMORY:
+            torchapi.pinned_empty(self.info.device_type, 1)
+        if capability is Capability.MEMORY_STATS:
+            self.memory_info()
+        return "torch's generic implementation"
 
     def require(self, capability: Capability, *, needed_for: str) -> None:
         """Raise :class:`~hwrl.errors.UnsupportedError` unless ``capability`` is usable."""

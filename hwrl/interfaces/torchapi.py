@@ -78,7 +78,7 @@ def require_streams(device_type: str) -> None:
         raise UnsupportedError(
             f"device {device_type!r} has no streams",
             why=why,
-            fix="let the backend's stream, current_stream and event return inline ones, as hwrl_cpu/inline.py does",
+            fix="derive the backend from hwrl.interfaces.StreamlessBackend, whose streams are inline",
         )
 
 

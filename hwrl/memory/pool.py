@@ -9,14 +9,15 @@ import torch
 
 from hwrl.discovery import backend_or_default
 from hwrl.errors import UnsupportedError
-from hwrl.interfaces import Backend
+from hwrl.interfaces import Backend, Capability
 from hwrl.memory.pagelock import PageLocked
 
 
 class PinnedPool:
     """Page-locked host memory by name, allocated once and reused.
 
-    The pool owns its slabs. :meth:`close`, or leaving the context, frees them; do not use them afterwards.
+    For a device that cannot lock memory (``pinned_memory``) it is usual memory, and copies block. The pool owns its
+    slabs. :meth:`close`, or leaving the context, frees them; do not use them afterwards.
 
     >>> from hwrl.discovery import get_backend
     >>> with PinnedPool(get_backend()) as pool:
@@ -64,7 +65,9 @@ class PinnedPool:
             with contextlib.suppress(UnsupportedError):
                 lock = self._locks[name] = PageLocked(mmap.mmap(-1, nbytes), backend=self._backend)
                 return lock.memory
-        return self._backend.pinned_empty(nbytes)
+        if self._backend.supports(Capability.PINNED_MEMORY).usable:
+            return self._backend.pinned_empty(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def _free(self, name: str) -> None:
         self._slabs.pop(name, None)

@@ -13,14 +13,12 @@ import pytest
 from hwrl.discovery import Registry
 from hwrl.errors import BackendAmbiguousError
 from hwrl.interfaces import ProbeContext
-from tests.support.machines import CUDA_TORCH, HOST_TORCH, Machine, machine
+from tests.support.machines import CUDA_TORCH, HOST_TORCH, ROCM_TORCH, XPU_TORCH, Machine, machine
 
 __all__ = ["machine"]  # a fixture
 
 Build = Callable[[Machine], Machine]
 SLOT = "0000:17:00.0"
-ROCM_TORCH = "__version__ = '2.13.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.1'\n"
-XPU_TORCH = "__version__ = '2.13.0+xpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: str = '20260100'\n"
 
 
 def pci(vendor: str, kind: str, *, slot: str = SLOT, driver: str = "", **files: str) -> Build:

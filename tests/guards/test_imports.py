@@ -45,6 +45,8 @@ def test_importing_hwrl_is_fast() -> None:
         "hwrl_cpu",
         "hwrl_cuda",
         "hwrl_npu",
+        "hwrl_rocm",
+        "hwrl_xpu",
         "hwrl_checkpoints",
         "hwrl_megatron",
         "hwrl_new",

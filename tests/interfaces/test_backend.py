@@ -11,7 +11,7 @@ import torch
 import hwrl_cpu
 from hwrl.comm import Comm, HashStore
 from hwrl.errors import DeviceMemoryError, UnsupportedError
-from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap
+from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, StreamlessBackend, Support
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
 HOST = hwrl_cpu.hwrl_create_backend()
@@ -31,14 +31,15 @@ def test_a_missing_capability_says_who_lacks_it_and_why() -> None:
 
 
 def test_what_is_not_proven_is_usable_and_says_so() -> None:
-    GENERIC.require(Capability.STREAMS, needed_for="copy on the side")
-    assert GENERIC.supports(Capability.STREAMS).state == "unverified"
+    GENERIC.require(Capability.REDUCE_AVERAGE, needed_for="average gradients")
+    assert GENERIC.supports(Capability.REDUCE_AVERAGE).state == "unverified"
 
 
 @pytest.mark.parametrize("call", [GENERIC.stream, GENERIC.current_stream, GENERIC.event])
 def test_a_device_without_streams_says_so_before_one_is_used(call: Callable[[], object]) -> None:
-    with pytest.raises(UnsupportedError, match=r"device 'cpu' has no streams(.|\n)*inline ones"):
+    with pytest.raises(UnsupportedError, match=r"device 'cpu' has no streams(.|\n)*StreamlessBackend"):
         call()
+    assert GENERIC.supports(Capability.STREAMS) == Support("unsupported", "cpu backend doesn't support events.")
 
 
 def test_the_collective_library_comes_from_torch() -> None:
@@ -70,7 +71,7 @@ _DEVICE = """
 import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from hwrl.interfaces import Backend, BackendInfo, fill_stream_functions
+from hwrl.interfaces import Backend, BackendInfo, Capability, StreamlessBackend, fill_stream_functions
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 class Module(_DummyBackendModule):
@@ -84,6 +85,9 @@ def says(call):
 
 _setup_privateuseone_for_python_backend("acme", backend_module=Module())
 backend = Backend(BackendInfo("acme", "acme", "a device that torch computes with, and knows little of"))
+for lacked, why in (("pinned_memory", "pin"), ("memory_stats", "does not have it")):
+    support = backend.supports(Capability(lacked))
+    assert support.state == "unsupported" and why in support.reason.lower(), support
 for call in (backend.memory_info, backend.synchronize, backend.empty_cache, backend.rng_state):
     said = says(call)
     if said is None and call == backend.synchronize and torch.__version__ < "2.12":
@@ -113,11 +117,10 @@ torch.accelerator.set_device_index, torch.accelerator.device_count = asked.appen
 backend.set_device(0)
 assert asked[-1] == 0, "the module has no set_device"
 assert backend.device_count() == 1, "the module's own comes first"
-assert "device 'acme' has no page-locked host memory" in says(lambda: backend.pinned_empty(8))
-class Inline(Backend):
-    stream = current_stream = event = lambda self, **_: "inline"
-fill_stream_functions(Inline(backend.info))
-assert torch.acme.Stream(priority=-1) == torch.acme.Event() == torch.acme.current_stream() == "inline"
+assert "lacks 'pinned_memory'" in says(lambda: backend.pinned_empty(8))
+fill_stream_functions(StreamlessBackend(backend.info))
+for made in (torch.acme.Stream(priority=-1), torch.acme.Event(), torch.acme.current_stream()):
+    assert type(made).__module__ == "hwrl.interfaces.inline", made
 assert all(hasattr(torch.acme, name) for name in ("Stream", "Event", "stream", "current_stream"))
 assert "torch has no device 'unheard'" in says(Backend(BackendInfo("unheard", "unheard", "")).device_count)
 del torch.accelerator.get_memory_info
@@ -171,3 +174,34 @@ def test_a_range_shows_in_the_profile() -> None:
     with torch.profiler.profile() as profile, HOST.range("a named range"):
         torch.ones(2)
     assert "a named range" in {event.key for event in profile.key_averages()}
+
+
+class Queueing(StreamlessBackend):
+    """A device without streams, which does its work when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__(BackendInfo("queueing", "cpu", "works late"))
+        self.queue: list[str] = []
+
+    def synchronize(self) -> None:
+        self.queue.clear()
+
+
+WAITS: dict[str, Callable[[Queueing], object]] = {
+    "a stream's synchronize": lambda device: device.stream().synchronize(),
+    "the current stream's synchronize": lambda device: device.current_stream().synchronize(),
+    "a stream's query": lambda device: device.stream().query(),
+    "a stream that waits for another": lambda device: device.stream().wait_stream(device.current_stream()),
+    "an event's record": lambda device: device.event(timing=True).record(),
+    "a recorded event": lambda device: device.stream().record_event(),
+    "an event that is recorded again": lambda device: device.stream().record_event(device.event()),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_streams_and_events_of_a_device_without_streams_wait_for_its_work(wait: str) -> None:
+    device = Queueing()
+    device.queue.append("a copy to the host")
+    WAITS[wait](device)
+    assert device.queue == []
+    assert not device.supports(Capability.STREAMS).usable

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from hwrl.errors import UnsupportedError
+from hwrl.interfaces import Capability, Support
 from hwrl.memory import Offloader, PinnedPool
 from hwrl.memory.fingerprint import fingerprints
 from hwrl_cpu import INFO, CpuBackend
@@ -116,3 +117,28 @@ def test_swapped_rows_and_a_changed_sign_change_the_fingerprint() -> None:
     swapped = matrix.clone()
     swapped[[3, 131]] = matrix[[131, 3]]
     assert len({_print(matrix), _print(swapped), _print(-matrix)}) == 3
+
+
+class Unlocking(Locking):
+    """A device for which no host memory can be page-locked."""
+
+    def supports(self, capability: Capability) -> Support:
+        if capability is Capability.PINNED_MEMORY:
+            return Support("unsupported", "the test says so")
+        return super().supports(capability)
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        self.require(Capability.PINNED_MEMORY, needed_for="allocate")
+        raise AssertionError("not reached")
+
+
+def test_a_device_without_page_locked_memory_has_slabs_and_offloads_through_them() -> None:
+    backend, model = Unlocking(able=False), torch.nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    with PinnedPool(backend) as pool:
+        assert pool.slab("a", nbytes=10).numel() == 10
+    with Offloader(model, backend=backend) as offloader:
+        offloader.offload()
+        assert model.weight.untyped_storage().nbytes() == 0
+        offloader.load()
+        assert torch.equal(model.weight, before)

@@ -14,7 +14,7 @@ from hwrl.memory import Offloader
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
-OUTSIDE = ("torch", "hwrl_cpu", "hwrl.interfaces.backend")
+OUTSIDE = ("torch", "hwrl_cpu", "hwrl.interfaces.backend", "hwrl.interfaces.inline")
 DATA = torch.linspace(-1, 1, 64).reshape(4, 16)
 
 

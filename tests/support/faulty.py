@@ -12,8 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hwrl.comm import Store
+from hwrl.interfaces import InlineEvent
 from hwrl_cpu import INFO, CpuBackend
-from hwrl_cpu.inline import InlineEvent
 
 
 class FaultyBackend(CpuBackend):
@@ -80,7 +80,7 @@ class LateBackend(CpuBackend):
 
 class _LateEvent(InlineEvent):
     def __init__(self, reach: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(lambda: None)
         self._reach = reach
 
     def query(self) -> bool:

@@ -12,6 +12,8 @@ from hwrl.interfaces import ProbeContext
 
 CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 HOST_TORCH = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+ROCM_TORCH = "__version__ = '2.13.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.1'\n"
+XPU_TORCH = "__version__ = '2.13.0+xpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: str = '20260100'\n"
 
 
 @dataclass

@@ -17,13 +17,14 @@ from hwrl.interfaces import (
     BackendInfo,
     Capability,
     DeviceMap,
+    InlineEvent,
+    InlineStream,
     Kernels,
     MemoryInfo,
     ProbeContext,
     ProbeResult,
     Support,
 )
-from hwrl_cpu.inline import InlineEvent, InlineStream
 
 INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault", api=(1, 0))
 
@@ -150,14 +151,14 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
 
     def event(self, *, timing: bool = False) -> InlineEvent:
         if fault("events measure seconds") or fault("events measure microseconds"):
-            return OtherUnit()
-        return LateEvent() if fault("time runs backwards") else super().event(timing=timing)
+            return OtherUnit(self.synchronize)
+        return LateEvent(self.synchronize) if fault("time runs backwards") else super().event(timing=timing)
 
     def stream(self) -> InlineStream:
-        return SideStream() if fault("it has streams") else super().stream()
+        return SideStream(self.synchronize) if fault("it has streams") else super().stream()
 
     def current_stream(self) -> InlineStream:
-        return ForgetfulStream() if fault("a stream never ends") else super().current_stream()
+        return ForgetfulStream(self.synchronize) if fault("a stream never ends") else super().current_stream()
 
     def varlen_attention(self, query: Any, key: Any, value: Any, **where: Any) -> Any:
         if fault("varlen attention sees its neighbours"):

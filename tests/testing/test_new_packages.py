@@ -20,6 +20,7 @@ from hwrl.cli import main
 from hwrl.testing import Kind, Level, find_subject
 from hwrl.testing.conformance import TrainRanksContract, run_kit
 from hwrl.testing.contracts.train_engine import engine_settings
+from tests.support.vulkan import EDITS, write_vulkan_package
 
 COMMANDS = {
     "acme": ["new-backend", "acme"],
@@ -158,6 +159,13 @@ def test_the_written_ci_may_only_read(written: Path) -> None:
     for name in COMMANDS:
         workflow = (written / f"hwrl-{name}" / ".github" / "workflows" / "conformance.yml").read_text()
         assert yaml.safe_load(workflow)["permissions"] == {"contents": "read"}
+
+
+def test_the_example_for_a_device_from_pypi_changes_few_lines_of_what_is_written(tmp_path: Path) -> None:
+    package = write_vulkan_package(tmp_path)
+    assert sum(map(len, EDITS.values())) <= 30
+    for file in EDITS:
+        compile((package / file).read_text(), file, "exec")
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "2x", "a b", "../acme", "acme-", "a--b", "a" * 41, "é"])

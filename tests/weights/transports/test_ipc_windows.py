@@ -17,6 +17,7 @@ import torch
 
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
+from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
 from hwrl.weights.destination import DoubleBuffer
@@ -26,7 +27,6 @@ from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
 from hwrl_cpu import INFO, CpuBackend
-from hwrl_cpu.inline import InlineEvent, InlineStream
 from tests.support.speed import slow
 from tests.support.weight_link import opened_memories, received_by, store
 
@@ -253,7 +253,7 @@ class LateStream(InlineStream):
     """Its events come when somebody waits for them."""
 
     def record_event(self, event: InlineEvent | None = None) -> InlineEvent:
-        made = LateEvent()
+        made = LateEvent(self.synchronize)
         made.record()
         return made
 
@@ -272,7 +272,7 @@ class OpeningHere(CpuBackend):
         self.log: list[str] = []
 
     def stream(self) -> Any:
-        return LateStream() if self._late else super().stream()
+        return LateStream(self.synchronize) if self._late else super().stream()
 
     def open_memory(self, handle: Any) -> torch.Tensor:
         self.log.append(f"open {handle['name']}")
