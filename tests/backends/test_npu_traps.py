@@ -221,6 +221,15 @@ def platform_sets(env: Any) -> None:
     env["PYTORCH_NPU_ALLOC_CONF"] = said
 
 
+def test_a_vllm_of_another_program_gets_only_what_an_update_needs(engine: Engine) -> None:
+    """The transfer backend asks. vllm-ascend's worker reads the variable at the first update, and its default is 1."""
+    install(engine.machine)
+    engine.arguments()
+    del os.environ["VLLM_ASCEND_ENABLE_NZ"]
+    assert hwrl_npu.hwrl_engine_args("vllm", None, {}) == {"additional_config": {"weight_nz_mode": 0}}
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
 def test_without_vllm_ascend_the_error_names_it(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="vllm-ascend is not installed"):
         engine.arguments()
