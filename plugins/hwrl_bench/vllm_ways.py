@@ -49,7 +49,7 @@ class EngineLink(TransferWay):
         while not self._link.poll():  # a run's engine steps here
             pass
         begin, self._pause_s = time.perf_counter(), 0.0
-        if self._link.load(incarnation=0) is None:
+        if not self._link.update():
             raise RuntimeError(f"version {version} was not received; the log says why")
         return TransferResult(stages={"receive": time.perf_counter() - begin}, pause_s=self._pause_s)
 

@@ -203,7 +203,7 @@ class TransferTrainer:
         while True:
             is_last = ended.wait(0.005)
             if self._link.look():
-                return self._link.load(incarnation=0) is not None
+                return self._link.update()
             if is_last:
                 return False
 

@@ -19,7 +19,6 @@ from hwrl.rollout import (
     INCARNATION,
     EmbeddedEngine,
     EngineModels,
-    ModelUpdater,
     ReceivedModels,
     require_held,
 )
@@ -65,11 +64,10 @@ class Replica:
         self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
-            link: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
+            self.updater: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
         else:
             names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-            link = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
-        self.updater = ModelUpdater(link)
+            self.updater = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
         self.versions: list[int] = []
 
     def update_during(self, publish: Callable[[], Any]) -> Any:
@@ -331,7 +329,7 @@ class Pair:
         while not self.link.poll():
             assert time.monotonic() < deadline
         try:
-            self.link.load(incarnation=0)
+            self.link.update()
         finally:
             report = result()
         return report
@@ -368,6 +366,6 @@ def test_a_receiver_that_fails_ends_the_others_in_the_senders_time_and_holds_nob
             pair.load_during(sender, 1)
         assert time.monotonic() - began_s < slow(9) and pair.engine.version == -1
         pair.engine.failing = set()
-        pair.link.join()
+        pair.link.request()
         pair.load_during(sender, 2)
         assert pair.holds(2)

@@ -191,11 +191,11 @@ class RolloutReceiversContract(_OfRolloutEngine):
             weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
             publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
             publishing.start()
-            loaded, deadline = None, time.monotonic() + scaled(_WAIT_S)
-            while loaded is None and time.monotonic() < deadline:
-                loaded = models.load(incarnation=0)
+            loaded, deadline = False, time.monotonic() + scaled(_WAIT_S)
+            while not loaded and time.monotonic() < deadline:
+                loaded = models.update()
             publishing.join(scaled(_WAIT_S))
-            if loaded is None:
+            if not loaded:
                 raise TimeoutError(f"the version did not arrive within {scaled(_WAIT_S):g} s")
         assert engine.version == 7
         assert _same(generate(engine, requests), wanted)

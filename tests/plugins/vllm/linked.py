@@ -12,7 +12,6 @@ import torch
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import RolloutEngine
 from hwrl.rollout import INCARNATION, EngineModels
-from hwrl.rollout.model_link import Loaded
 from hwrl.weights import POLICY, POLICY_BASE, TransferReport, WeightSender, WeightSource
 from tests.support.weight_link import beside
 
@@ -47,13 +46,13 @@ class Linked:
         self.link.close()
         self.sender.close()
 
-    def update(self, version: int, weights: Any) -> Loaded | None:
+    def update(self, version: int, weights: Any) -> bool:
         """Publish ``weights`` (a dict, or a WeightSource), and let the engine receive them."""
         source = weights if isinstance(weights, WeightSource) else WeightSource.of(weights.items())
         publishing = beside(lambda: self.sender.publish(version, source, {INCARNATION: 0}))
         self.wait_for_offer()
         try:
-            return self.link.load(incarnation=0)
+            return self.link.update()
         finally:
             self.report = publishing()
 
