@@ -42,7 +42,7 @@ class Lanes:
 
     def __init__(self, store: Store, proposal: Proposal, *, share: int, rank: int, backend: Backend) -> None:
         """Connect with the other ranks of ``proposal``. Blocks; raises CommError if one does not come."""
-        payload = _payload(proposal)
+        payload = proposal.payload
         self.name, self.to = payload.group, proposal.to
         self._groups: list[Group] = []
         self._broadcasts = 0
@@ -97,7 +97,7 @@ class _End:
     ) -> list[Lanes]:
         """Return the lanes of the senders ``shares``. Connect if they are new; ``check`` raises after an abort."""
         lanes = self._lanes
-        if not lanes or lanes[0].name != _payload(proposal).group:
+        if not lanes or lanes[0].name != proposal.payload.group:
             self.abort()
             lanes, self._connecting = [], proposal
             try:
@@ -122,7 +122,7 @@ class _End:
             of_sender.close()
 
     def _call_off(self, proposal: Proposal) -> None:
-        payload = _payload(proposal)
+        payload = proposal.payload
         with contextlib.suppress(CommError):  # without a store nobody connects
             store = clone_store(self._store)  # the connecting thread may be blocking the client
             for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
@@ -257,11 +257,6 @@ def _finish_slab(pending: Pending, lease: SlabLease, destination: Destination, s
     pending.wait()
     sums.add(lease.index, lease.memory)
     destination.unpack(lease)
-
-
-def _payload(proposal: Proposal) -> DevicePayload:
-    assert isinstance(proposal.payload, DevicePayload), "proposals are read with their transport's payload"
-    return proposal.payload
 
 
 DEVICE = Transport(

@@ -39,12 +39,6 @@ class HostPayload(TransportPayload):
     inodes: tuple[int, ...]
 
 
-def payload_of(proposal: Proposal) -> HostPayload:
-    """Return the payload of a host proposal."""
-    assert isinstance(proposal.payload, HostPayload), "proposals are read with their transport's payload"
-    return proposal.payload
-
-
 def make_file(slot: int, *, nbytes: int) -> int:
     """Return a new file of ``nbytes`` that no directory shows. It vanishes when the last process closes or unmaps it.
 
@@ -81,7 +75,7 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
 
     Raises TransferFailedError if the file is missing or is not one that the sender made by :func:`make_file`.
     """
-    payload, file = payload_of(proposal), -1
+    payload, file = proposal.payload, -1
     path = _path(payload, slot)
     try:
         name = os.path.basename(os.readlink(path))  # check first, because opening a device has effects
