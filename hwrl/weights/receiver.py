@@ -173,7 +173,7 @@ class WeightReceiver:
             self._cancellation.check()
             raise
         finally:
-            self._cancellation.reset()
+            self._cancellation.clear()
         return self._undelivered.pop()
 
     def lose(self) -> None:
@@ -188,13 +188,13 @@ class WeightReceiver:
         A receive that waits ends within a fifth of a second. One that takes part in a transfer aborts it and leaves the
         link, so the sender repeats the transfer for the others. The next receive or poll joins again.
         """
-        self._cancellation.request()
+        self._cancellation.set()
         if self._taking:  # otherwise the connections stay
             self._intake.abort()
 
     def forget_cancellation(self) -> None:
         """Forget a :meth:`cancel` that came after the receive had ended."""
-        self._cancellation.reset()
+        self._cancellation.clear()
 
     def _receive(self, timeout_s: float) -> None:
         deadline, aborted = time.monotonic() + timeout_s, None
