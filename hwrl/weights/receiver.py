@@ -104,11 +104,16 @@ class WeightReceiver:
         self._keeps_old = into is None and loader is None
         self._cancellation = Cancellation()
         make_destination = _destination_factory(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
-        waiting: dict[str, Any] = {"transports": transports, "cancellation": self._cancellation}
-        self._intake = WeightIntake(
-            store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
+        self._registrations = LinkRegistrations(
+            store, name=name, replicas=[replica], newest=newest, transports=transports, cancellation=self._cancellation
         )
-        self._registrations = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
+        self._intake = WeightIntake(
+            self._registrations.channel,
+            backend=backend,
+            make_destination=make_destination,
+            slabs=slabs,
+            cancellation=self._cancellation,
+        )
         self._taking = False  # whether a transfer is under way
         self._left = False  # whether it left the link, so that the next call joins again
         self._undelivered: list[Received] = []  # a committed version that no caller has got, if there is one
