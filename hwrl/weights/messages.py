@@ -24,7 +24,7 @@ _Fields = TypeVar("_Fields")
 
 
 class VoteKind(StrEnum):
-    """A receiver's view of a transfer."""
+    """How the part of a receiver, or of a sending rank above 0, in a transfer ended."""
 
     WHOLE = "whole"
     CORRUPT = "corrupt"
@@ -32,11 +32,11 @@ class VoteKind(StrEnum):
     TORN = "torn"
     """The transfer broke."""
     FAILED = "failed"
-    """The receiver raised an error of its own, in its loader or for lack of memory. The transfer broke, too."""
+    """The process raised an error of its own, in its loader or for lack of memory. The transfer broke, too."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether the receiver has ended its part of the transfer before the last byte."""
+        """Whether the process has ended its part of the transfer before the last byte."""
         return self in (VoteKind.TORN, VoteKind.FAILED)
 
 
