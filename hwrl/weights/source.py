@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
-from hwrl.weights.layout import JOINT_READ, NamedTensor
+from hwrl.weights.layout import NamedTensor, checked_pair
 
 AHEAD_NBYTES = 512 << 20
 _BUCKET_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
@@ -116,15 +116,9 @@ class _ModuleWeights:
     def metadata(self) -> Iterator[NamedTensor]:
         """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
         tensors, tied_to = self._tensors()
-        described = {}
-        for name, tensor in tensors.items():
-            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-            if isinstance(tensor, DTensor) or self._dtype not in (None, tensor.dtype):
-                tensor = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            described[name] = tensor
-            yield name, tensor
-        for name, first in tied_to.items():
-            yield name, described[first]
+        described = dict(_described(tensors.items(), self._dtype))
+        yield from described.items()
+        yield from ((name, described[first]) for name, first in tied_to.items())
 
     @torch.no_grad()
     def read(self) -> Iterator[NamedTensor]:
@@ -150,20 +144,9 @@ class _ModuleWeights:
                 tied_to[name] = names[id(tensor)]
                 continue
             names[id(tensor)] = name
-            tensors[name] = self._without_mesh(name, tensor.detach())
+            own = tensor.detach()
+            tensors[name] = own if self._group is not None else checked_pair((name, own))[1]
         return tensors, tied_to
-
-    def _without_mesh(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self._group is not None or not isinstance(tensor, DTensor):
-            return tensor
-        ranks = tensor.device_mesh.size()
-        if ranks > 1:
-            raise WeightsError(
-                f"tensor {name!r} cannot be read whole",
-                why=f"the module is sharded over {ranks} ranks",
-                fix=JOINT_READ,
-            )
-        return tensor.to_local()
 
 
 def drain(weights: Iterator[object]) -> None:
@@ -179,11 +162,12 @@ def drain(weights: Iterator[object]) -> None:
         _log.warning("the weights could not be read to their end", exc_info=True)
 
 
-def _described(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+def _described(named: Iterable[NamedTensor], dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
     """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
     for name, tensor in named:
-        is_shard = isinstance(tensor, DTensor | WeightShard)
-        yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_shard else tensor
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        is_made = isinstance(tensor, DTensor) or tensor.dtype is not wanted
+        yield name, torch.empty(tensor.shape, dtype=wanted, device="meta") if is_made else tensor
 
 
 # -- whole tensors out of shards -------------------------------------------------------------------------------------
