@@ -217,23 +217,16 @@ def gathered(source: WeightSource, gatherers: Gatherers | None) -> Iterator[Name
 
 @dataclass(frozen=True)
 class WeightShard:
-    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
+    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the ranks ``holders``, in order.
 
-    Shards are of equal size, rounded up, so the last ones may be smaller or empty. ``owners`` lists the ranks that have
-    the shards, in order, if they are not the first ones. A rank without a shard has an empty ``tensor`` of the right
-    dtype and device.
+    Shards are of equal size, rounded up, so the last ones may be smaller or empty. A rank without a shard has an empty
+    ``tensor`` of the right dtype and device.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     dim: int
-    ranks: int
-    owners: tuple[int, ...] = ()
-
-    @property
-    def holders(self) -> Sequence[int]:
-        """The ranks that have the shards, in order."""
-        return self.owners or range(self.ranks)
+    holders: Sequence[int]
 
 
 @dataclass
@@ -306,7 +299,7 @@ def _buckets(
         to = (0,) if gatherers is None else gatherers.ranks_for(name, tensor.shape, parts)
         if group is not None and isinstance(tensor, DTensor):
             if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
-                tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+                tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, range(group.size))
             else:
                 tensor = tensor.full_tensor()
         local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
@@ -349,7 +342,7 @@ def _begin(bucket: _Bucket, group: Group | None) -> None:
         device = bucket.shards[0].tensor.device
         bucket.wholes = [torch.empty(shard.shape, dtype=bucket.dtype, device=device) for shard in bucket.shards]
         slices = [
-            whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+            whole.split(-(-shard.shape[shard.dim] // len(shard.holders)), shard.dim)
             for whole, shard in zip(bucket.wholes, bucket.shards, strict=True)
         ]
         for number, holder in enumerate(bucket.shards[0].holders):
