@@ -45,8 +45,6 @@ from hwrl.weights.engine_receiver import Taken as Taken
 from hwrl.weights.layout import NamedTensor as NamedTensor
 from hwrl.weights.layout import WeightLayout as WeightLayout
 from hwrl.weights.membership import withdraw as withdraw
-from hwrl.weights.memory import receiver_nbytes as receiver_nbytes
-from hwrl.weights.memory import sender_nbytes as sender_nbytes
 from hwrl.weights.messages import DecisionKind as DecisionKind
 from hwrl.weights.messages import Limits as Limits
 from hwrl.weights.messages import Proposal as Proposal
@@ -66,6 +64,7 @@ from hwrl.weights.sender import slab_sizes as slab_sizes
 from hwrl.weights.slabs import Checksums as Checksums
 from hwrl.weights.slabs import SlabRing as SlabRing
 from hwrl.weights.slabs import TensorReader as TensorReader
+from hwrl.weights.source import AHEAD_NBYTES as AHEAD_NBYTES
 from hwrl.weights.source import WeightShard as WeightShard
 from hwrl.weights.source import WeightSource as WeightSource
 from hwrl.weights.source import gather_weights as gather_weights

@@ -17,6 +17,7 @@ from hwrl.errors import WeightsError
 from hwrl.weights.layout import NamedTensor, checked_pair
 
 AHEAD_NBYTES = 512 << 20
+"""The most bytes of tensors that :func:`gather_weights` gathers ahead, beside the one that it yields."""
 _BUCKET_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
 _log = logging.getLogger("hwrl.weights")
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
