@@ -16,7 +16,6 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.weights.destination import FlatVersion
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.slabs import Checksums
@@ -131,7 +130,7 @@ class VersionFile:
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
         mapping = mmap.mmap(descriptor, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.slabs = FlatVersion(layout, flat=memory).slabs
+        self.slabs = [memory[slab.offset : slab.offset + slab.nbytes] for slab in layout.slabs]
         self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
         self._lock: PageLocked | None = None
         try:
