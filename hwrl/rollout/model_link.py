@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from hwrl.comm import Store
+from hwrl.comm import Store, store_address
 from hwrl.errors import CommError, EngineError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces import RolloutEngine, WeightOffer
 from hwrl.weights import DecisionKind, LinkRegistrations, Proposal, Received, WeightReceiver
@@ -133,9 +133,9 @@ class EngineModels(PolledLink):
 
     This process registers the receivers as members of the link ``name``. A single receiver is called ``replica``;
     several are called ``replica``/0, ``replica``/1, and so on. This process finds the offers, and reports the receivers
-    ready. The engine generates until the transfer begins. ``store`` is the store at ``address``. Without ``newest`` the
-    link gets later versions only. With ``once``, for a base model, the receivers leave the link after one version.
-    ``timeout_s`` and ``poll_s`` are as for :class:`RetryingReceiver`.
+    ready. The engine generates until the transfer begins. Its receivers connect to the address of ``store``. Without
+    ``newest`` the link gets later versions only. With ``once``, for a base model, the receivers leave the link after
+    one version. ``timeout_s`` and ``poll_s`` are as for :class:`RetryingReceiver`.
     """
 
     def __init__(
@@ -143,7 +143,6 @@ class EngineModels(PolledLink):
         engine: RolloutEngine,
         store: Store,
         *,
-        address: str,
         name: str,
         replica: str,
         timeout_s: float,
@@ -152,7 +151,7 @@ class EngineModels(PolledLink):
         poll_s: float = 0.005,
     ) -> None:
         several = [f"{replica}/{number}" for number in range(engine.receivers)]
-        self._engine, self._address, self._once = engine, address, once
+        self._engine, self._address, self._once = engine, store_address(store), once
         self._timeout_s = timeout_s
         self._members = LinkRegistrations(
             store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest

@@ -203,7 +203,6 @@ def build_model_link(
     return EngineModels(
         engine,
         store,
-        address=store_address,
         name=name,
         replica=replica,
         timeout_s=_transfer_timeout_s(config),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.comm import Store, serve_store, store_address
+from hwrl.comm import Store, serve_store
 from hwrl.errors import EngineError
 from hwrl.interfaces import RolloutEngine, WeightOffer
 from hwrl.rollout import (
@@ -66,8 +66,7 @@ class Replica:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
             self.updater: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
         else:
-            names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-            self.updater = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
+            self.updater = EngineModels(self.engine, store, name=POLICY, replica="r0", timeout_s=timeout_s, poll_s=0.0)
         self.versions: list[int] = []
 
     def update_during(self, publish: Callable[[], Any]) -> Any:
@@ -245,7 +244,7 @@ def test_another_models_weights_are_refused_before_anything_is_overwritten(store
 
 
 def test_an_engine_with_an_adapter_receives_its_base(store: Any) -> None:
-    replica = AdapterReplica(store, in_place=store_address(store))
+    replica = AdapterReplica(store, in_place=True)
     trainer = Trainer(store, "device")
     for version in (1, 2):
         report = replica.during(functools.partial(trainer.publish, version))
@@ -319,8 +318,7 @@ class Pair:
 
     def __init__(self, store: Any) -> None:
         self.engine = TwoWorkers()
-        names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-        self.link = EngineModels(self.engine, store, **names, timeout_s=100.0, poll_s=0.0)
+        self.link = EngineModels(self.engine, store, name=POLICY, replica="r0", timeout_s=100.0, poll_s=0.0)
 
     def load_during(self, sender: WeightSender, version: int) -> Any:
         weights = {"w": torch.full((16, 4), float(version))}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import serve_store
 from hwrl.errors import EngineError, UnsupportedError
 from hwrl.interfaces import Backend, GenerationRequest, Response, RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout import EngineModels
@@ -184,8 +184,7 @@ class RolloutReceiversContract(_OfRolloutEngine):
         wanted = generate(engine, requests)
         engine.load_weights(model_weights().items(), version=1)
         store = serve_store()
-        where: dict[str, Any] = {"address": store_address(store), "name": POLICY, "replica": "kit"}
-        models = EngineModels(engine, store, timeout_s=scaled(_WAIT_S), **where)
+        models = EngineModels(engine, store, name=POLICY, replica="kit", timeout_s=scaled(_WAIT_S))
         sender = WeightSender(store, backend=backend, transport="host", timeout_s=scaled(_WAIT_S))
         with sender, contextlib.closing(models):
             weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import serve_store
 from hwrl.interfaces import RolloutEngine
 from hwrl.rollout import INCARNATION, EngineModels
 from hwrl.weights import POLICY, POLICY_BASE, TransferReport, WeightSender, WeightSource
@@ -26,7 +26,7 @@ class Linked:
     ) -> None:
         self.engine, self.transport, self._slab_nbytes = engine, transport, slab_nbytes
         self.store, self._name = serve_store(), POLICY_BASE if base else POLICY
-        names: Any = {"address": store_address(self.store), "name": self._name, "replica": "r0"}
+        names: Any = {"name": self._name, "replica": "r0"}
         self.link = EngineModels(engine, self.store, **names, timeout_s=600.0, once=base, poll_s=0.0)
         self.report: TransferReport | None = None
         self.sender = self.new_sender()
