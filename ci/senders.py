@@ -192,7 +192,7 @@ def _weights(version: int, mib: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def _shard(tensor: torch.Tensor, group: Group) -> WeightShard:
-    return WeightShard(tensor.chunk(group.size)[group.rank], tuple(tensor.shape), 0, group.size)
+    return WeightShard(tensor.chunk(group.size)[group.rank], tuple(tensor.shape), 0, range(group.size))
 
 
 def _receive(address: str, rank: int, versions: int, options: argparse.Namespace) -> bool:

@@ -124,7 +124,7 @@ def main(directory: str, steps: int = 60) -> None:
         link = rollout.ReceivedModels(engine, receiver, timeout_s=60)
         rollouter = rollout.Rollouter(
             engine,
-            weights=rollout.ModelUpdater(link),
+            weights=link,
             ledger=shared,
             prompts=rollout.PromptStream([rollout.PromptSet("digits", digits)], seed=0),
             rewards=rollout.RewardWorkers(f"{__file__}:reward", decode=lambda ids: "".join(map(str, ids))),

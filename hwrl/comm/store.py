@@ -119,10 +119,11 @@ def _make(dialer: Dialer, client: Callable[[], TCPStore], *, timeout_s: float = 
     return store
 
 
-def store_address(store: TCPStore) -> str:
+def store_address(store: Store) -> str:
     """Return ``host:port#key`` ("[host]:port#key" for IPv6), for :func:`connect_store`.
 
-    The key opens the store: hand the address only to processes of the run, and never log it.
+    The key opens the store: hand the address only to processes of the run, and never log it. Raises CommError if
+    ``store`` is not from :func:`serve_store` or :func:`connect_store`, or a clone of one.
     """
     dialer = _dialer_of(store)
     if dialer is None:

@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
     from hwrl.rollout.tracing import traced as traced
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
-    from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
     from hwrl.rollout.workflow import Workflow as Workflow
     from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from hwrl.comm import Store
+from hwrl.comm import Store, store_address
 from hwrl.errors import CommError, EngineError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces import RolloutEngine, WeightOffer
 from hwrl.weights import DecisionKind, LinkRegistrations, Proposal, Received, WeightReceiver
@@ -22,22 +20,16 @@ INCARNATION = "incarnation"
 """The key of the trainer's incarnation in a version's metadata."""
 
 
-class Loaded(NamedTuple):
-    """A version that the engine has now, with its metadata and the bytes of its tensors."""
-
-    version: int
-    metadata: Mapping[str, str | int | float]
-    nbytes: int
-
-
-class PolledLink(ABC):
+class PolledLink:
     """A receiving end of a weight link. It reads the store once per ``poll_s`` at most: reads delay the engine."""
 
-    def __init__(self, poll_s: float) -> None:
-        self._poll_s = poll_s
+    def __init__(self, end: WeightReceiver | LinkRegistrations, poll_s: float) -> None:
+        self._end, self._poll_s = end, poll_s
         self._offered, self._polled_s = False, -math.inf
         self.nbytes = 0
         """Received bytes so far."""
+        self.incarnation = -1
+        """The trainer's incarnation of the engine's model; -1 until a model with one is loaded."""
 
     def poll(self) -> bool:
         """Return whether a new version was offered at the last look into the store, at most ``poll_s`` ago."""
@@ -47,27 +39,23 @@ class PolledLink(ABC):
         """Look into the store, and return whether a new version is offered."""
         self._polled_s = time.monotonic()
         try:
-            self._offered = self._is_offered()
+            self._offered = self._end.poll() is not None
         except ReceiverExcludedError as exc:
             self._join_again(exc)
             self._offered = False
         return self._offered
 
-    @abstractmethod
-    def join(self) -> None:
+    def request(self) -> None:
         """Join the link again, for the newest version and later ones."""
+        self._end.join()
 
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the link, and free its memory."""
-
-    @abstractmethod
-    def _is_offered(self) -> bool:
-        """Return whether a new version is offered; raises ReceiverExcludedError."""
+    def totals(self) -> dict[str, float]:
+        """Return running totals of the received weights."""
+        return {"received_nbytes": float(self.nbytes)}
 
     def _join_again(self, exc: ReceiverExcludedError) -> None:
         _log.warning("joining the link again: %s", exc)
-        self.join()
+        self.request()
 
 
 class RetryingReceiver(PolledLink):
@@ -77,7 +65,7 @@ class RetryingReceiver(PolledLink):
     """
 
     def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.005) -> None:
-        super().__init__(poll_s)
+        super().__init__(receiver, poll_s)
         self.receiver, self._timeout_s = receiver, timeout_s
 
     def receive(self) -> Received | None:
@@ -93,14 +81,9 @@ class RetryingReceiver(PolledLink):
             _log.warning("keeping version %s, the transfer failed: %s", self.receiver.version, exc)
         return None
 
-    def join(self) -> None:
-        self.receiver.join()
-
     def close(self) -> None:
+        """Leave the link, and free its memory."""
         self.receiver.close()
-
-    def _is_offered(self) -> bool:
-        return self.receiver.poll() is not None
 
 
 class ReceivedModels(RetryingReceiver):
@@ -122,20 +105,21 @@ class ReceivedModels(RetryingReceiver):
         super().__init__(receiver, timeout_s=timeout_s, poll_s=poll_s)
         self._engine, self._as_base = engine, as_base
 
-    def load(self, *, incarnation: int) -> Loaded | None:
+    def update(self) -> bool:
         """Receive the offered version, and load it. Blocks.
 
-        Returns None if the transfer failed, and if the version is dropped because it comes from an earlier incarnation
-        than ``incarnation``. Raises EngineError if the engine failed.
+        Returns False if the transfer failed, and if the version is dropped because it comes from an earlier incarnation
+        than the one before. Raises EngineError if the engine failed.
         """
         received = self.receive()
-        if received is None or is_outdated(received, incarnation):
-            return None
+        if received is None or is_outdated(received, self.incarnation):
+            return False
         if self._as_base:
             self._engine.load_base(received.items(), base=received.version)
         else:
             self._engine.load_weights(received.items(), version=received.version)
-        return Loaded(received.version, received.metadata, received.nbytes)
+        self.incarnation = incarnation_of(received, self.incarnation)
+        return True
 
     def release(self) -> None:
         """Free the room for two versions while the engine sleeps."""
@@ -149,9 +133,9 @@ class EngineModels(PolledLink):
 
     This process registers the receivers as members of the link ``name``. A single receiver is called ``replica``;
     several are called ``replica``/0, ``replica``/1, and so on. This process finds the offers, and reports the receivers
-    ready. The engine generates until the transfer begins. ``store`` is the store at ``address``. Without ``newest`` the
-    link gets later versions only. With ``once``, for a base model, the receivers leave the link after one version.
-    ``timeout_s`` and ``poll_s`` are as for :class:`RetryingReceiver`.
+    ready. The engine generates until the transfer begins. Its receivers connect to the address of ``store``. Without
+    ``newest`` the link gets later versions only. With ``once``, for a base model, the receivers leave the link after
+    one version. ``timeout_s`` and ``poll_s`` are as for :class:`RetryingReceiver`.
     """
 
     def __init__(
@@ -159,7 +143,6 @@ class EngineModels(PolledLink):
         engine: RolloutEngine,
         store: Store,
         *,
-        address: str,
         name: str,
         replica: str,
         timeout_s: float,
@@ -167,39 +150,33 @@ class EngineModels(PolledLink):
         once: bool = False,
         poll_s: float = 0.005,
     ) -> None:
-        super().__init__(poll_s)
         several = [f"{replica}/{number}" for number in range(engine.receivers)]
-        self._engine, self._address, self._once = engine, address, once
+        self._engine, self._address, self._once = engine, store_address(store), once
         self._timeout_s = timeout_s
         self._members = LinkRegistrations(
             store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest
         )
+        super().__init__(self._members, poll_s)
         self._checked = ("", 0)  # the newest layout that fits the engine's model: its hash, its tensors' bytes
 
-    def load(self, *, incarnation: int) -> Loaded | None:
-        """Let the engine receive the offered version; see :meth:`ReceivedModels.load`."""
+    def update(self) -> bool:
+        """Let the engine receive the offered version; see :meth:`ReceivedModels.update`."""
         self._polled_s = -math.inf
         try:
-            return self._receive(incarnation)
+            return self._receive()
         except ReceiverExcludedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
             _log.warning("the transfer failed, and the engine has version %s: %s", self._engine.version, exc)
-        return None
+        return False
 
     def release(self) -> None:
         """Do nothing: the engine's receivers free their memory when it sleeps."""
 
-    def join(self) -> None:
-        self._members.join()
-
     def close(self) -> None:
         self._members.leave()
 
-    def _is_offered(self) -> bool:
-        return self._members.poll() is not None
-
-    def _receive(self, incarnation: int) -> Loaded | None:
+    def _receive(self) -> bool:
         """Let the engine take one proposal after another, until one commits or no other follows."""
         deadline, aborted = time.monotonic() + self._timeout_s, None
         while True:
@@ -208,16 +185,17 @@ class EngineModels(PolledLink):
             )
             nbytes = self._check(proposal)
             after = self._members.begin(proposal)
-            if is_outdated(proposal, incarnation):
-                return None
+            if is_outdated(proposal, self.incarnation):
+                return False
             taken = self._take(proposal)
             if taken is not None:
                 self.nbytes += nbytes
-                return Loaded(taken.version, taken.metadata, nbytes)
+                self.incarnation = incarnation_of(taken, self.incarnation)
+                return True
             if not self._follows(proposal):
                 if self._members.keeps_versions(proposal) and time.monotonic() >= deadline:
                     self._members.undo(after)  # the sender still writes it: it stays on offer
-                return None
+                return False
             aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 
     def _check(self, proposal: Proposal) -> int:
@@ -256,7 +234,7 @@ class EngineModels(PolledLink):
         if decision.kind is not DecisionKind.COMMITTED:
             return True
         if None not in self._members.members_of(proposal):
-            self.join()  # for the sender, these receivers have the version, so it would not propose it again
+            self.request()  # for the sender, these receivers have the version, so it would not propose it again
         return False
 
     def _offer(self, proposal: Proposal) -> WeightOffer:
@@ -278,9 +256,14 @@ ModelLink: TypeAlias = ReceivedModels | EngineModels
 
 def is_outdated(offered: Received | Proposal, incarnation: int) -> bool:
     """Return whether a version comes from an earlier incarnation, from a trainer that was replaced. Logs it."""
-    sent_by = int(offered.metadata.get(INCARNATION, incarnation))
+    sent_by = incarnation_of(offered, incarnation)
     if sent_by < incarnation:
         _log.warning(
             "dropped version %d of the trainer's incarnation %d: a newer incarnation runs", offered.version, sent_by
         )
     return sent_by < incarnation
+
+
+def incarnation_of(offered: Received | Proposal, unknown: int) -> int:
+    """Return the trainer's incarnation that sent a version, ``unknown`` if it does not say."""
+    return int(offered.metadata.get(INCARNATION, unknown))

@@ -41,33 +41,6 @@ class WeightUpdater(Protocol):
         ...
 
 
-class ModelUpdater:
-    """Brings whole models from ``link`` into the link's engine."""
-
-    def __init__(self, link: ModelLink) -> None:
-        self._link = link
-        self.incarnation = -1
-
-    def poll(self) -> bool:
-        return self._link.poll()
-
-    def update(self) -> bool:
-        loaded = self._link.load(incarnation=self.incarnation)
-        if loaded is None:
-            return False
-        self.incarnation = int(loaded.metadata[INCARNATION])
-        return True
-
-    def release(self) -> None:
-        self._link.release()
-
-    def request(self) -> None:
-        self._link.join()
-
-    def totals(self) -> dict[str, float]:
-        return {"received_nbytes": float(self._link.nbytes)}
-
-
 class ConnectBase(Protocol):
     """Joins the link of base models. Without ``newest`` it gets later ones only."""
 
@@ -101,11 +74,10 @@ class AdapterUpdater:
     def update(self) -> bool:
         # Look again for a base: it is offered before its adapter, but perhaps after the last poll of its link.
         if self._base_link is not None and self._base_link.look():
-            base = self._base_link.load(incarnation=self.incarnation)
-            if base is None:
+            if not self._base_link.update():
                 return False
             self._base_loads += 1
-            self._base_nbytes += base.nbytes
+            self._base_nbytes += self._base_link.nbytes
             self._base_link.close()
             self._base_link = None
         elif self._policy_link.poll():
@@ -127,10 +99,10 @@ class AdapterUpdater:
 
     def request(self) -> None:
         if self._base_link is not None:
-            self._base_link.join()
+            self._base_link.request()
         elif self._lacks_base():
             self._base_link = self._connect_base()
-        self._policy_link.join()
+        self._policy_link.request()
 
     def totals(self) -> dict[str, float]:
         received = self._policy_link.nbytes + self._base_nbytes

@@ -27,7 +27,6 @@ from hwrl.rollout import (
     LedgerClient,
     LoopSettings,
     ModelLink,
-    ModelUpdater,
     NoRewards,
     Prompt,
     Prompts,
@@ -177,7 +176,7 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
 def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     """Return the updater that loads received weights into ``engine``: whole models, or a base and its adapters."""
     if config.model.lora is None:
-        return ModelUpdater(build_model_link(config, engine, name=POLICY, store_address=store_address, replica=replica))
+        return build_model_link(config, engine, name=POLICY, store_address=store_address, replica=replica)
 
     def connect() -> RetryingReceiver:
         receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)
@@ -204,7 +203,6 @@ def build_model_link(
     return EngineModels(
         engine,
         store,
-        address=store_address,
         name=name,
         replica=replica,
         timeout_s=_transfer_timeout_s(config),

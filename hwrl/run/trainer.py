@@ -285,7 +285,7 @@ def _sync_metrics(report: SyncReport) -> Metrics:
         metrics["weights/changed_share"] = report.policy.changed_share
     if report.plan.what == "full":
         return metrics
-    sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)
+    sent = (report.base is not None, report.base.nbytes if report.base else 0, report.policy.nbytes)
     return {**metrics, **dict(zip(SENT, map(float, sent), strict=True))}
 
 

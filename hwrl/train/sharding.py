@@ -172,7 +172,7 @@ class ShardedModel:
         for name, tensor in named:
             own, dim, _ = own_slice(tensor)
             part = own if self._in_first_copy else own[:0]
-            yield name, WeightShard(part.to(self._device), tuple(tensor.shape), dim, self.shard_ranks)
+            yield name, WeightShard(part.to(self._device), tuple(tensor.shape), dim, range(self.shard_ranks))
 
     def passes(self, parts: Iterable[_PartT]) -> Generator[_PartT]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.

@@ -33,86 +33,51 @@ Nothing here authenticates anybody. Any process with a connection to the store c
 the store itself keeps strangers out (:mod:`hwrl.comm`).
 """
 
-from hwrl.weights.copy_destination import CopyDestination, CopyRule, whole_rules
-from hwrl.weights.destination import (
-    Destination,
-    TensorLoader,
-    TensorStream,
-    ring_nbytes_of,
-)
-from hwrl.weights.engine_receiver import EngineReceiver, Taken
-from hwrl.weights.layout import NamedTensor, WeightLayout
-from hwrl.weights.membership import withdraw
-from hwrl.weights.memory import receiver_nbytes, sender_nbytes
-from hwrl.weights.messages import DecisionKind, Limits, Proposal, TransportPayload
-from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
-from hwrl.weights.receiver import Received, WeightReceiver
-from hwrl.weights.registrations import LinkRegistrations
-from hwrl.weights.report import StageClock, TransferReport
-from hwrl.weights.sender import WeightSender, slab_sizes
-from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
-from hwrl.weights.source import WeightShard, WeightSource, gather_weights
-from hwrl.weights.streaming import IncomingVersion, StreamReceiver
-from hwrl.weights.transport import (
-    ReceiverContext,
-    ReceiverRound,
-    SenderContext,
-    SenderRound,
-    Transport,
-    TransportReceiver,
-    TransportSender,
-)
-from hwrl.weights.transports import TRANSPORTS, TransportName
-from hwrl.weights.transports.installed import installed_transports, with_transport
-
-__all__ = [
-    "POLICY",
-    "POLICY_BASE",
-    "TRANSPORTS",
-    "Checksums",
-    "CopyDestination",
-    "CopyRule",
-    "DecisionKind",
-    "Destination",
-    "EngineReceiver",
-    "IncomingVersion",
-    "Limits",
-    "LinkRegistrations",
-    "NamedTensor",
-    "PolicySender",
-    "Proposal",
-    "Received",
-    "ReceiverContext",
-    "ReceiverRound",
-    "SenderContext",
-    "SenderRound",
-    "SlabRing",
-    "StageClock",
-    "StreamReceiver",
-    "SyncPlan",
-    "SyncReport",
-    "Taken",
-    "TensorLoader",
-    "TensorReader",
-    "TensorStream",
-    "TransferReport",
-    "Transport",
-    "TransportName",
-    "TransportPayload",
-    "TransportReceiver",
-    "TransportSender",
-    "WeightLayout",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightShard",
-    "WeightSource",
-    "gather_weights",
-    "installed_transports",
-    "receiver_nbytes",
-    "ring_nbytes_of",
-    "sender_nbytes",
-    "slab_sizes",
-    "whole_rules",
-    "with_transport",
-    "withdraw",
-]
+from hwrl.weights.copy_destination import CopyDestination as CopyDestination
+from hwrl.weights.copy_destination import CopyRule as CopyRule
+from hwrl.weights.copy_destination import whole_rules as whole_rules
+from hwrl.weights.destination import Destination as Destination
+from hwrl.weights.destination import TensorLoader as TensorLoader
+from hwrl.weights.destination import TensorStream as TensorStream
+from hwrl.weights.destination import ring_nbytes_of as ring_nbytes_of
+from hwrl.weights.engine_receiver import EngineReceiver as EngineReceiver
+from hwrl.weights.engine_receiver import Taken as Taken
+from hwrl.weights.layout import NamedTensor as NamedTensor
+from hwrl.weights.layout import WeightLayout as WeightLayout
+from hwrl.weights.membership import withdraw as withdraw
+from hwrl.weights.messages import DecisionKind as DecisionKind
+from hwrl.weights.messages import Limits as Limits
+from hwrl.weights.messages import Proposal as Proposal
+from hwrl.weights.messages import TransportPayload as TransportPayload
+from hwrl.weights.policy import POLICY as POLICY
+from hwrl.weights.policy import POLICY_BASE as POLICY_BASE
+from hwrl.weights.policy import PolicySender as PolicySender
+from hwrl.weights.policy import SyncPlan as SyncPlan
+from hwrl.weights.policy import SyncReport as SyncReport
+from hwrl.weights.receiver import Received as Received
+from hwrl.weights.receiver import WeightReceiver as WeightReceiver
+from hwrl.weights.registrations import LinkRegistrations as LinkRegistrations
+from hwrl.weights.report import StageClock as StageClock
+from hwrl.weights.report import TransferReport as TransferReport
+from hwrl.weights.sender import WeightSender as WeightSender
+from hwrl.weights.sender import slab_sizes as slab_sizes
+from hwrl.weights.slabs import Checksums as Checksums
+from hwrl.weights.slabs import SlabRing as SlabRing
+from hwrl.weights.slabs import TensorReader as TensorReader
+from hwrl.weights.source import AHEAD_NBYTES as AHEAD_NBYTES
+from hwrl.weights.source import WeightShard as WeightShard
+from hwrl.weights.source import WeightSource as WeightSource
+from hwrl.weights.source import gather_weights as gather_weights
+from hwrl.weights.streaming import IncomingVersion as IncomingVersion
+from hwrl.weights.streaming import StreamReceiver as StreamReceiver
+from hwrl.weights.transport import ReceiverContext as ReceiverContext
+from hwrl.weights.transport import ReceiverRound as ReceiverRound
+from hwrl.weights.transport import SenderContext as SenderContext
+from hwrl.weights.transport import SenderRound as SenderRound
+from hwrl.weights.transport import Transport as Transport
+from hwrl.weights.transport import TransportReceiver as TransportReceiver
+from hwrl.weights.transport import TransportSender as TransportSender
+from hwrl.weights.transports import TRANSPORTS as TRANSPORTS
+from hwrl.weights.transports import TransportName as TransportName
+from hwrl.weights.transports.installed import installed_transports as installed_transports
+from hwrl.weights.transports.installed import with_transport as with_transport

@@ -61,7 +61,7 @@ class ControlChannel:
     def __init__(self, store: Store, *, name: str, transports: Mapping[str, Transport]) -> None:
         # Its own connection: a client that waits blocks other threads, and making a process group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
-        self.name, self._transports, self._process = name, transports, os.getpid()
+        self.name, self.transports, self._process = name, transports, os.getpid()
         self.shown: Proposal | None = None
         """The last proposal that this end has made visible to receivers."""
 
@@ -250,7 +250,7 @@ class ControlChannel:
     def proposal(self, number: int) -> Proposal | None:
         """Return proposal ``number``, or None if its messages were deleted."""
         text = self._get(f"{Note.PROPOSAL}/{number}")
-        return None if text is None else Proposal.read(text, self._transports)
+        return None if text is None else Proposal.read(text, self.transports)
 
     def wait_for_newer(self, number: int, *, timeout_s: float) -> None:
         """Block until there is a newer proposal than ``number``, or ``timeout_s`` has passed."""

@@ -62,19 +62,12 @@ def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = R
 
 
 class FlatVersion:
-    """Memory for one version, in the order of the layout: ``flat``, with its slabs and tensors as views.
+    """Memory for one version on ``device``, in the order of the layout, with its slabs and tensors as views."""
 
-    ``flat`` is 1-d uint8, at least as large as the layout, at an aligned address.
-    """
-
-    def __init__(self, layout: WeightLayout, *, flat: torch.Tensor) -> None:
+    def __init__(self, layout: WeightLayout, device: torch.device) -> None:
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self.slabs = [flat[slab.offset : slab.offset + slab.nbytes] for slab in layout.slabs]
         self.tensors: Mapping[str, torch.Tensor] = layout.views(flat)
-
-    @classmethod
-    def on(cls, device: torch.device, layout: WeightLayout) -> FlatVersion:
-        """Allocate the memory on ``device``."""
-        return cls(layout, flat=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
 
 
 class DoubleBuffer:
@@ -90,7 +83,7 @@ class DoubleBuffer:
 
     def begin(self) -> None:
         """Allocate the spare version, if it is not allocated yet."""
-        self._spare = self._spare or FlatVersion.on(self._device, self._layout)
+        self._spare = self._spare or FlatVersion(self._layout, self._device)
 
     def memory_for(self, index: int) -> SlabLease:
         """Return the slab's memory in the spare version."""

@@ -15,6 +15,7 @@ from hwrl.errors import (
     TransferFailedError,
 )
 from hwrl.interfaces import Backend, WeightOffer
+from hwrl.weights.control import ControlChannel
 from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.messages import Proposal
@@ -117,11 +118,6 @@ class EngineReceiver:
         if key not in self._intakes:
             store = self._stores.get(offer.store) or connect_store(offer.store)
             self._stores[offer.store] = store
-            self._intakes[key] = WeightIntake(
-                store,
-                name=offer.link,
-                backend=self._backend,
-                make_destination=self._make_destination,
-                transports=self._transports,
-            )
+            channel = ControlChannel(store, name=offer.link, transports=self._transports)
+            self._intakes[key] = WeightIntake(channel, backend=self._backend, make_destination=self._make_destination)
         return self._intakes[key]

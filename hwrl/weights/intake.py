@@ -6,12 +6,10 @@ It is the receiver's part of a commit after the rendezvous (:class:`~hwrl.weight
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from hwrl.comm import Store
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel
@@ -21,15 +19,7 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
-from hwrl.weights.transport import (
-    Cancellation,
-    ReceiverContext,
-    ReceiverRound,
-    Transport,
-    TransportReceiver,
-    aborted_when,
-)
-from hwrl.weights.transports import TRANSPORTS
+from hwrl.weights.transport import Cancellation, ReceiverContext, ReceiverRound, TransportReceiver, aborted_when
 
 _HELD_S = 1.0
 """A transfer that takes longer may be held. From then on the receiver looks whether the round is over."""
@@ -37,7 +27,7 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class WeightIntake:
-    """Receives versions of the link ``name`` into the destination that ``make_destination`` makes for their layout.
+    """Receives versions of ``channel``'s link into the destination that ``make_destination`` makes for their layout.
 
     It does not join the link itself. The caller passes the member's number with each proposal
     (:class:`~hwrl.weights.LinkRegistrations`). A transport that queues slabs ahead has at most ``slabs`` of each sender
@@ -46,19 +36,16 @@ class WeightIntake:
 
     def __init__(
         self,
-        store: Store,
+        channel: ControlChannel,
         *,
-        name: str,
         backend: Backend,
         make_destination: DestinationFactory,
         slabs: int = 8,
-        transports: Mapping[str, Transport] = TRANSPORTS,
         cancellation: Cancellation | None = None,
     ) -> None:
         self._cancellation = cancellation or Cancellation()
-        self.channel = ControlChannel(store, name=name, transports=transports)
+        self.channel = channel
         self._backend, self._make_destination, self._slabs = backend, make_destination, slabs
-        self._transports = transports
         self._ends: dict[str, TransportReceiver] = {}
         self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
 
@@ -84,7 +71,7 @@ class WeightIntake:
         above ``after``. Blocks as long as the sender's limits allow, or until ``deadline`` for a stored version. Raises
         the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
         """
-        transport = self._transports[proposal.transport]
+        transport = self.channel.transports[proposal.transport]
         receiving = ReceiverRound(proposal, self.channel, member, replica, self._cancellation, deadline)
         try:
             _, destination, sums = self.prepare(proposal)
@@ -178,7 +165,7 @@ class WeightIntake:
 
     def _end_of(self, proposal: Proposal) -> tuple[TransportReceiver, str]:
         """Return the receiving end of the proposal's transport, and the name of its stage in reports."""
-        transport, name = self._transports[proposal.transport], proposal.transport
+        transport, name = self.channel.transports[proposal.transport], proposal.transport
         if name not in self._ends:
             self._ends[name] = transport.receiver(ReceiverContext(self.channel.store, self._backend, self._slabs))
         return self._ends[name], transport.stage

@@ -24,7 +24,7 @@ _Fields = TypeVar("_Fields")
 
 
 class VoteKind(StrEnum):
-    """A receiver's view of a transfer."""
+    """How the part of a receiver, or of a sending rank above 0, in a transfer ended."""
 
     WHOLE = "whole"
     CORRUPT = "corrupt"
@@ -32,11 +32,11 @@ class VoteKind(StrEnum):
     TORN = "torn"
     """The transfer broke."""
     FAILED = "failed"
-    """The receiver raised an error of its own, in its loader or for lack of memory. The transfer broke, too."""
+    """The process raised an error of its own, in its loader or for lack of memory. The transfer broke, too."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether the receiver has ended its part of the transfer before the last byte."""
+        """Whether the process has ended its part of the transfer before the last byte."""
         return self in (VoteKind.TORN, VoteKind.FAILED)
 
 
@@ -178,7 +178,8 @@ class Proposal:
     ``number`` grows with every proposal of a sender, and a later sender's are larger. ``to`` has the join numbers of
     the receivers, in rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and
     receivers derive their own limits from it. ``last_stored_number`` is the number of the last proposal whose version
-    was stored completely; 0 if there is none, or if the transport keeps no versions. ``senders`` ranks share the slabs
+    was stored completely; 0 if there is none, or if the transport keeps no versions. ``payload`` is an object of its
+    transport's class of :class:`TransportPayload`. ``senders`` ranks share the slabs
     (:class:`~hwrl.weights.shares.Shares`).
     """
 
@@ -191,7 +192,7 @@ class Proposal:
     timeout_s: float
     last_stored_number: int
     metadata: dict[str, str | int | float]
-    payload: TransportPayload
+    payload: Any
     senders: int = 1
 
     @classmethod

@@ -28,27 +28,17 @@ class SyncPlan:
     what: Literal["full", "adapter", "base + adapter"]
     why: str
 
-    @property
-    def sends_base(self) -> bool:
-        """Whether the base is sent, too."""
-        return self.what == "base + adapter"
-
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """How one version was sent. ``base`` is the report of the base, if that was sent on its own link.
-
-    ``base_nbytes`` and ``adapter_nbytes`` are bytes of tensors, counted for one receiver; 0 if not in the plan.
-    """
+    """How one version was sent. ``base`` is the report of the base, if that was sent on its own link."""
 
     plan: SyncPlan
     policy: TransferReport
     base: TransferReport | None = None
-    base_nbytes: int = 0
-    adapter_nbytes: int = 0
 
 
 class PolicySender:
@@ -96,12 +86,12 @@ class PolicySender:
         _log.info("version %d: %s", version, plan)
         metadata = {**self._metadata, "base": self._base_identity}
         base = None
-        if plan.sends_base:
+        if plan.what == "base + adapter":
             base = self._base_sender.publish(self._base_identity, model)
             if not base.excluded:  # an excluded receiver that is silent may still read the ring
                 self._base_sender.release()  # the next base may never come, and the ring is device memory
         sent = self._policy_sender.publish(version, adapter, metadata)
-        return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
+        return SyncReport(plan, sent, base)
 
     def new_receivers(self) -> tuple[str, ...]:
         """Return the new receivers of POLICY; see :meth:`WeightSender.new_receivers`."""

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -20,7 +19,7 @@ from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import DecisionKind, Limits, Message, Proposal
+from hwrl.weights.messages import DecisionKind, Limits, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.slabs import ChangedSums, TensorReader
@@ -31,21 +30,9 @@ _LOOK_S = 0.2
 _HEAD_NBYTES = 256
 
 
-class ShareKind(StrEnum):
-    """How another sender's part of a round ended."""
+class ShareReport(Vote):
+    """How another sender's part of a round ended. "Torn" may be because of a receiver: another round may succeed."""
 
-    SENT = "sent"
-    LOST = "lost"
-    """The transfer broke, perhaps because of a receiver. Another round may succeed."""
-    FAILED = "failed"
-    """The rank itself raised an error."""
-
-
-@dataclass(frozen=True)
-class ShareReport(Message):
-    """The end of a share in one round."""
-
-    kind: ShareKind
     name = "a sending rank's report"
 
 
@@ -161,7 +148,7 @@ class Reports:
                 if report is None and not hurry and sending.votes():
                     hurry, deadline = True, min(deadline, time.monotonic() + self._limits.votes_s)
             found = _read(report, rank)
-            if found.kind is ShareKind.LOST:
+            if found.kind is not VoteKind.WHOLE:
                 raise CommError(f"the transfer of sending rank {rank} broke", why=found.detail, fix="look at its log")
 
     def changed(self, sending: SenderRound) -> list[int | None]:
@@ -203,7 +190,7 @@ def _read(report: bytes | None, rank: int) -> ShareReport:
             fix="look at that rank's log, then publish again",
         )
     found = ShareReport.read(report)
-    if found.kind is ShareKind.FAILED:
+    if found.kind is VoteKind.FAILED:
         raise TransferFailedError(
             f"rank {rank} of the senders could not send its share",
             why=found.detail,
@@ -311,16 +298,16 @@ class Follower:
             end = self._end = self._end or self._new_end(proposal, layout, report.share)
 
             def stop() -> None:  # a receiver may hang in the groups of this rank only, and rank 0 cannot abort those
-                report.write(ShareKind.LOST, "rank 0 ended the round")
+                report.write(VoteKind.TORN, "rank 0 ended the round")
                 end.abort()  # repeatedly, because it may be about to connect
 
             with torch.no_grad(), aborted_when(report.is_stopped, stop):
                 sums = end.send(sending, reader, StageClock())
-            report.write(ShareKind.SENT)
+            report.write(VoteKind.WHOLE)
             self._report_changes(proposal, layout, sums, share=report.share)
         except BaseException as exc:
             lost = isinstance(exc, CommError) and reader is not None  # without a read the ranks are out of step
-            report.write(ShareKind.LOST if lost else ShareKind.FAILED, first_line(exc) if lost else in_one_line(exc))
+            report.write(VoteKind.TORN if lost else VoteKind.FAILED, first_line(exc) if lost else in_one_line(exc))
             if self._end is not None:
                 self._end.abort()
             if not lost:
@@ -365,7 +352,7 @@ class _Report:
         self._lock = threading.Lock()
         self._written = False
 
-    def write(self, kind: ShareKind, why: str = "") -> None:
+    def write(self, kind: VoteKind, why: str = "") -> None:
         """Write the report unless it was written before. If the store is lost, rank 0 misses the report."""
         with self._lock:
             if not self._written:

@@ -104,11 +104,16 @@ class WeightReceiver:
         self._keeps_old = into is None and loader is None
         self._cancellation = Cancellation()
         make_destination = _destination_factory(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
-        waiting: dict[str, Any] = {"transports": transports, "cancellation": self._cancellation}
-        self._intake = WeightIntake(
-            store, name=name, backend=backend, make_destination=make_destination, slabs=slabs, **waiting
+        self._registrations = LinkRegistrations(
+            store, name=name, replicas=[replica], newest=newest, transports=transports, cancellation=self._cancellation
         )
-        self._registrations = LinkRegistrations(store, name=name, replicas=[replica], newest=newest, **waiting)
+        self._intake = WeightIntake(
+            self._registrations.channel,
+            backend=backend,
+            make_destination=make_destination,
+            slabs=slabs,
+            cancellation=self._cancellation,
+        )
         self._taking = False  # whether a transfer is under way
         self._left = False  # whether it left the link, so that the next call joins again
         self._undelivered: list[Received] = []  # a committed version that no caller has got, if there is one
@@ -173,7 +178,7 @@ class WeightReceiver:
             self._cancellation.check()
             raise
         finally:
-            self._cancellation.reset()
+            self._cancellation.clear()
         return self._undelivered.pop()
 
     def lose(self) -> None:
@@ -188,13 +193,13 @@ class WeightReceiver:
         A receive that waits ends within a fifth of a second. One that takes part in a transfer aborts it and leaves the
         link, so the sender repeats the transfer for the others. The next receive or poll joins again.
         """
-        self._cancellation.request()
+        self._cancellation.set()
         if self._taking:  # otherwise the connections stay
             self._intake.abort()
 
     def forget_cancellation(self) -> None:
         """Forget a :meth:`cancel` that came after the receive had ended."""
-        self._cancellation.reset()
+        self._cancellation.clear()
 
     def _receive(self, timeout_s: float) -> None:
         deadline, aborted = time.monotonic() + timeout_s, None

@@ -39,7 +39,6 @@ class LinkRegistrations:
         transports: Mapping[str, Transport] = TRANSPORTS,
         cancellation: Cancellation | None = None,
     ) -> None:
-        self._transports = transports
         self._cancellation = cancellation or Cancellation()
         self._abandoned = 0  # the number of the last abandonment that was read
         self.channel = ControlChannel(store, name=name, transports=transports)
@@ -68,7 +67,7 @@ class LinkRegistrations:
 
     def keeps_versions(self, proposal: Proposal) -> bool:
         """Return whether the proposal's transport keeps versions, so that members fetch this one by themselves."""
-        return self._transports[proposal.transport].keeps_versions
+        return self.channel.transports[proposal.transport].keeps_versions
 
     def poll(self) -> Proposal | None:
         """Return the newest proposal if it is new and for one of the members, else None. Never blocks.

@@ -22,7 +22,6 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.messages import LONGEST_TIMEOUT_S, DecisionKind, Limits, Metadata, Proposal, checked_metadata
 from hwrl.weights.ranks import Follower, on_rank_0, read_together
 from hwrl.weights.report import StageClock, TransferReport
-from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import Weights, WeightSource, drain, gather_weights
 from hwrl.weights.transaction import OutgoingVersion, SenderLink, commit
 from hwrl.weights.transport import SenderContext, Transport
@@ -350,17 +349,8 @@ class WeightSender:
             versions=self._versions,
             senders=self.senders,
         )
-        shares = None
-        if self.group is not None and self.senders > 1:
-            shares = Shares(layout, sender_ranks(self.senders, self.group.size))
         return SenderLink(
-            self._channel,
-            self._membership,
-            context,
-            name=self.transport,
-            transport=self._transport,
-            group=self.group,
-            shares=shares,
+            self._channel, self._membership, context, name=self.transport, transport=self._transport, group=self.group
         )
 
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
-from hwrl.weights.layout import JOINT_READ, NamedTensor
+from hwrl.weights.layout import NamedTensor, checked_pair
 
 AHEAD_NBYTES = 512 << 20
+"""The most bytes of tensors that :func:`gather_weights` gathers ahead, beside the one that it yields."""
 _BUCKET_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
 _log = logging.getLogger("hwrl.weights")
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
@@ -116,15 +117,9 @@ class _ModuleWeights:
     def metadata(self) -> Iterator[NamedTensor]:
         """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
         tensors, tied_to = self._tensors()
-        described = {}
-        for name, tensor in tensors.items():
-            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-            if isinstance(tensor, DTensor) or self._dtype not in (None, tensor.dtype):
-                tensor = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            described[name] = tensor
-            yield name, tensor
-        for name, first in tied_to.items():
-            yield name, described[first]
+        described = dict(_described(tensors.items(), self._dtype))
+        yield from described.items()
+        yield from ((name, described[first]) for name, first in tied_to.items())
 
     @torch.no_grad()
     def read(self) -> Iterator[NamedTensor]:
@@ -150,20 +145,9 @@ class _ModuleWeights:
                 tied_to[name] = names[id(tensor)]
                 continue
             names[id(tensor)] = name
-            tensors[name] = self._without_mesh(name, tensor.detach())
+            own = tensor.detach()
+            tensors[name] = own if self._group is not None else checked_pair((name, own))[1]
         return tensors, tied_to
-
-    def _without_mesh(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self._group is not None or not isinstance(tensor, DTensor):
-            return tensor
-        ranks = tensor.device_mesh.size()
-        if ranks > 1:
-            raise WeightsError(
-                f"tensor {name!r} cannot be read whole",
-                why=f"the module is sharded over {ranks} ranks",
-                fix=JOINT_READ,
-            )
-        return tensor.to_local()
 
 
 def drain(weights: Iterator[object]) -> None:
@@ -179,11 +163,12 @@ def drain(weights: Iterator[object]) -> None:
         _log.warning("the weights could not be read to their end", exc_info=True)
 
 
-def _described(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+def _described(named: Iterable[NamedTensor], dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
     """Yield tensors that are sent unchanged, so that a flat storage is recognized; meta tensors for others."""
     for name, tensor in named:
-        is_shard = isinstance(tensor, DTensor | WeightShard)
-        yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_shard else tensor
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        is_made = isinstance(tensor, DTensor) or tensor.dtype is not wanted
+        yield name, torch.empty(tensor.shape, dtype=wanted, device="meta") if is_made else tensor
 
 
 # -- whole tensors out of shards -------------------------------------------------------------------------------------
@@ -233,23 +218,16 @@ def gathered(source: WeightSource, gatherers: Gatherers | None) -> Iterator[Name
 
 @dataclass(frozen=True)
 class WeightShard:
-    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
+    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the ranks ``holders``, in order.
 
-    Shards are of equal size, rounded up, so the last ones may be smaller or empty. ``owners`` lists the ranks that have
-    the shards, in order, if they are not the first ones. A rank without a shard has an empty ``tensor`` of the right
-    dtype and device.
+    Shards are of equal size, rounded up, so the last ones may be smaller or empty. A rank without a shard has an empty
+    ``tensor`` of the right dtype and device.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     dim: int
-    ranks: int
-    owners: tuple[int, ...] = ()
-
-    @property
-    def holders(self) -> Sequence[int]:
-        """The ranks that have the shards, in order."""
-        return self.owners or range(self.ranks)
+    holders: Sequence[int]
 
 
 @dataclass
@@ -322,7 +300,7 @@ def _buckets(
         to = (0,) if gatherers is None else gatherers.ranks_for(name, tensor.shape, parts)
         if group is not None and isinstance(tensor, DTensor):
             if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
-                tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+                tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, range(group.size))
             else:
                 tensor = tensor.full_tensor()
         local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
@@ -365,7 +343,7 @@ def _begin(bucket: _Bucket, group: Group | None) -> None:
         device = bucket.shards[0].tensor.device
         bucket.wholes = [torch.empty(shard.shape, dtype=bucket.dtype, device=device) for shard in bucket.shards]
         slices = [
-            whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+            whole.split(-(-shard.shape[shard.dim] // len(shard.holders)), shard.dim)
             for whole, shard in zip(bucket.wholes, bucket.shards, strict=True)
         ]
         for number, holder in enumerate(bucket.shards[0].holders):

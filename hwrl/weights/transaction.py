@@ -23,7 +23,7 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.messages import DecisionKind, Proposal, VoteKind
 from hwrl.weights.ranks import Reports, read_together
 from hwrl.weights.report import StageClock
-from hwrl.weights.shares import Shares
+from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport
@@ -59,7 +59,7 @@ A receiver counts if it has voted "whole". Of a stored version all members count
 class SenderLink:
     """What a sender keeps from one version to the next: its channel, membership, layout and transport.
 
-    ``name`` is the transport's name in proposals. ``shares`` is None if there is one sender.
+    ``name`` is the transport's name in proposals. Several senders are ranks of ``group``.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class SenderLink:
         name: str,
         transport: Transport,
         group: Group | None = None,
-        shares: Shares | None = None,
     ) -> None:
         self.channel, self.membership, self.transport, self.layout = channel, membership, transport, context.layout
         self.end = transport.sender(context)
         self.epoch, self.limits = context.epoch, context.limits
-        self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
-        self._group, self._shares = group, shares
+        ranks = sender_ranks(context.senders, 1 if group is None else group.size)
+        self._group, self._shares = group, Shares(context.layout, ranks) if len(ranks) > 1 else None
+        self.reports = Reports(ranks, context.limits)
         self.stored_number = 0
         """The number of the last proposal whose version was stored completely, if the transport keeps versions."""
         self.committed: tuple[int, int] | None = None

@@ -269,23 +269,12 @@ class SenderRound:
                 break
 
 
-class Cancellation:
-    """Lets any thread end the receive of another thread."""
-
-    def __init__(self) -> None:
-        self._requested = threading.Event()
-
-    def request(self) -> None:
-        """Let the present receive fail at its next check, or the next receive if there is none."""
-        self._requested.set()
-
-    def reset(self) -> None:
-        """Forget the request."""
-        self._requested.clear()
+class Cancellation(threading.Event):
+    """Set by any thread, it ends the present receive of another thread, or the next one if there is none."""
 
     def check(self) -> None:
-        """Raise CommAbortedError if a thread has requested it."""
-        if self._requested.is_set():
+        """Raise CommAbortedError if it is set."""
+        if self.is_set():
             raise CommAbortedError("the receive was cancelled", why="its owner called cancel()", fix="receive again")
 
 

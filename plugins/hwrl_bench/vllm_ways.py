@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hwrl import Backend, Capability, get_backend
-from hwrl.comm import Comm, store_address
+from hwrl.comm import Comm
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import INCARNATION, EngineModels, ModelLink
 from hwrl.weights import POLICY, WeightReceiver, WeightSender
@@ -49,14 +49,13 @@ class EngineLink(TransferWay):
         while not self._link.poll():  # a run's engine steps here
             pass
         begin, self._pause_s = time.perf_counter(), 0.0
-        if self._link.load(incarnation=0) is None:
+        if not self._link.update():
             raise RuntimeError(f"version {version} was not received; the log says why")
         return TransferResult(stages={"receive": time.perf_counter() - begin}, pause_s=self._pause_s)
 
     def _join(self, worker: BenchWorker, engine: VllmEngine) -> None:
-        address = store_address(worker.store)  # type: ignore[arg-type]  # connect_store made it
         self._link: ModelLink = EngineModels(
-            engine, worker.store, address=address, name=POLICY, replica="r0", timeout_s=120.0, poll_s=0.0
+            engine, worker.store, name=POLICY, replica="r0", timeout_s=120.0, poll_s=0.0
         )
         receive = engine.receive_weights
 

@@ -296,7 +296,7 @@ class MegatronEngine(PolicyEngine):
             owners = saved.owners(self._layout)
             part = mine[saved.name].dense() if self._layout.rank in owners else nothing
             if self._group is not None:
-                yield saved.name, WeightShard(part, saved.shape, saved.dim or 0, len(owners), owners)
+                yield saved.name, WeightShard(part, saved.shape, saved.dim or 0, owners)
             else:
                 yield saved.name, part
 

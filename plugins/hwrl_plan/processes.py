@@ -25,7 +25,7 @@ from hwrl.run import (
 )
 from hwrl.saved_names import saved_weights
 from hwrl.train import add_in_turns, fsdp_memory, reference_memory, reserve_nbytes
-from hwrl.weights import TRANSPORTS, TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
+from hwrl.weights import AHEAD_NBYTES, TRANSPORTS, TransportName, WeightLayout, ring_nbytes_of, slab_sizes
 
 CONTEXT_NBYTES = 1 << 30
 """Estimated device memory of the context and the library buffers of a process."""
@@ -33,6 +33,8 @@ IMPORTS_NBYTES = 3 << 29
 """Estimated host memory of a process that has imported torch and transformers."""
 LINK_CAUSES = ("sender: ", "receiver: ")
 """Prefixes of the causes that come from weight links, with every engine."""
+_SLABS = 4
+"""The number of slabs in a sender's ring."""
 _VERSIONS = 3
 """The number of versions that a transport keeps, if it keeps versions."""
 
@@ -66,7 +68,10 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
         reported = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
         causes += [*reported, *others] if reported else []
     layout = sent_layout(config)
-    sending = sender_nbytes(layout, gathers=ranks > 1)
+    sending = layout.largest_slab_nbytes * min(_SLABS, len(layout.slabs))
+    if ranks > 1:
+        largest = max((entry.nbytes for entry in layout.entries), default=0)
+        sending += min(AHEAD_NBYTES, layout.payload_nbytes) + largest
     causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
     if TRANSPORTS[transport].keeps_versions:
         stored = _VERSIONS * layout.nbytes
@@ -123,7 +128,8 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
             slept = sum(cause.nbytes for cause in causes if cause.cause == "weights")
             causes.append(MemoryCause("weights of a sleeping replica", slept, "host"))
     keeps_old = config.weights.keep_old_version
-    receiving = receiver_nbytes(sent_layout(config), keeps_old=keeps_old)
+    layout = sent_layout(config)
+    receiving = 2 * layout.nbytes if keeps_old else ring_nbytes_of(layout)
     name = "receiver: two versions" if keeps_old else "receiver: ring of slabs"
     phases = ALWAYS if keeps_old else ("transfer",)
     causes.append(MemoryCause(name, receiving, phases=phases, certain=False))

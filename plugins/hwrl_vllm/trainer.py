@@ -179,8 +179,8 @@ class TransferTrainer:
 
     def _join(self) -> EngineModels:
         engine: Any = self._workers  # it has the methods of an engine that receive weights
-        names: Any = {"address": store_address(self._store), "name": POLICY, "replica": "vllm"}
-        return EngineModels(engine, self._beside, **names, timeout_s=self._init.timeout_s, newest=False)
+        timeout_s = self._init.timeout_s
+        return EngineModels(engine, self._beside, name=POLICY, replica="vllm", timeout_s=timeout_s, newest=False)
 
     def _transfer(self, source: WeightSource) -> bool:
         """Send a version. Meanwhile another thread calls the workers, which receive it. Return whether all have it."""
@@ -203,7 +203,7 @@ class TransferTrainer:
         while True:
             is_last = ended.wait(0.005)
             if self._link.look():
-                return self._link.load(incarnation=0) is not None
+                return self._link.update()
             if is_last:
                 return False
 

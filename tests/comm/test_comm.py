@@ -322,7 +322,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
 
 def test_the_store_helpers_agree() -> None:
     store: Store = serve_store()
-    other = connect_store(store_address(store))  # type: ignore[arg-type]  # narrowed to Store above on purpose
+    other = connect_store(store_address(store))
     other.set("key", "value")
     assert store.get("key") == b"value"
     assert await_keys(store, ["key", "absent"], timeout_s=0.05) == ("absent",)

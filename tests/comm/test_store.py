@@ -21,7 +21,7 @@ from tests.support.listeners import listeners
 
 def _place_of(store: Store) -> tuple[str, int]:
     """Return the host and the port where processes join ``store``."""
-    host, _, port = store_address(store).partition("#")[0].rpartition(":")  # type: ignore[arg-type]  # served here
+    host, _, port = store_address(store).partition("#")[0].rpartition(":")
     return host, int(port)
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.comm import Store, serve_store, store_address
+from hwrl.comm import Store, serve_store
 from hwrl.errors import EngineError
 from hwrl.interfaces import RolloutEngine, WeightOffer
 from hwrl.rollout import (
     INCARNATION,
     EmbeddedEngine,
     EngineModels,
-    ModelUpdater,
     ReceivedModels,
     require_held,
 )
@@ -65,11 +64,9 @@ class Replica:
         self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
-            link: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
+            self.updater: Any = ReceivedModels(self.engine, receiver, timeout_s=100.0, poll_s=0.0)
         else:
-            names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-            link = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
-        self.updater = ModelUpdater(link)
+            self.updater = EngineModels(self.engine, store, name=POLICY, replica="r0", timeout_s=timeout_s, poll_s=0.0)
         self.versions: list[int] = []
 
     def update_during(self, publish: Callable[[], Any]) -> Any:
@@ -247,11 +244,11 @@ def test_another_models_weights_are_refused_before_anything_is_overwritten(store
 
 
 def test_an_engine_with_an_adapter_receives_its_base(store: Any) -> None:
-    replica = AdapterReplica(store, in_place=store_address(store))
+    replica = AdapterReplica(store, in_place=True)
     trainer = Trainer(store, "device")
     for version in (1, 2):
         report = replica.during(functools.partial(trainer.publish, version))
-        assert report.plan.sends_base == (version == 1)
+        assert (report.base is not None) == (version == 1)
         assert (replica.engine.version, replica.engine.base) == (version, BASE)
     own = saved_weights(replica.engine.model)[0]
     assert all(torch.equal(own[name], tensor) for name, tensor in trainer.base.items())
@@ -321,8 +318,7 @@ class Pair:
 
     def __init__(self, store: Any) -> None:
         self.engine = TwoWorkers()
-        names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-        self.link = EngineModels(self.engine, store, **names, timeout_s=100.0, poll_s=0.0)
+        self.link = EngineModels(self.engine, store, name=POLICY, replica="r0", timeout_s=100.0, poll_s=0.0)
 
     def load_during(self, sender: WeightSender, version: int) -> Any:
         weights = {"w": torch.full((16, 4), float(version))}
@@ -331,7 +327,7 @@ class Pair:
         while not self.link.poll():
             assert time.monotonic() < deadline
         try:
-            self.link.load(incarnation=0)
+            self.link.update()
         finally:
             report = result()
         return report
@@ -368,6 +364,6 @@ def test_a_receiver_that_fails_ends_the_others_in_the_senders_time_and_holds_nob
             pair.load_during(sender, 1)
         assert time.monotonic() - began_s < slow(9) and pair.engine.version == -1
         pair.engine.failing = set()
-        pair.link.join()
+        pair.link.request()
         pair.load_during(sender, 2)
         assert pair.holds(2)

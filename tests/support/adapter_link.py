@@ -36,9 +36,9 @@ def nbytes_of(weights: Weights) -> int:
 
 
 class Replica:
-    """An engine with its updater. ``in_place`` is the store's address, if the engine itself receives its base."""
+    """An engine with its updater. With ``in_place`` the engine itself receives its base."""
 
-    def __init__(self, store: Store, *, base_poll_s: float = 0.0, in_place: str | None = None) -> None:
+    def __init__(self, store: Store, *, base_poll_s: float = 0.0, in_place: bool = False) -> None:
         def receiver(name: str = POLICY, *, newest: bool = True) -> WeightReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
             return WeightReceiver(store, name=name, replica="r0", **options)
@@ -50,10 +50,10 @@ class Replica:
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
 
         def connect_base(*, newest: bool = True) -> ModelLink:
-            if in_place is None:
+            if not in_place:
                 base = receiver(POLICY_BASE, newest=newest)
                 return ReceivedModels(self.engine, base, timeout_s=100.0, as_base=True, poll_s=base_poll_s)
-            names = {"address": in_place, "name": POLICY_BASE, "replica": "r0"}
+            names: Any = {"name": POLICY_BASE, "replica": "r0"}
             return EngineModels(
                 self.engine, store, **names, timeout_s=100.0, newest=newest, once=True, poll_s=base_poll_s
             )

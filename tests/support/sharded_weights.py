@@ -68,7 +68,7 @@ def _shard(name: str, tensor: torch.Tensor, group: Group) -> torch.Tensor | Weig
     dim = _DIMS[name]
     parts = tensor.split(-(-tensor.shape[dim] // group.size), dim)
     mine = parts[group.rank] if group.rank < len(parts) else tensor.narrow(dim, 0, 0)
-    return WeightShard(mine, tuple(tensor.shape), dim, group.size)
+    return WeightShard(mine, tuple(tensor.shape), dim, range(group.size))
 
 
 class TrainerSide:

@@ -57,7 +57,7 @@ def _ipc_shares(rank: int, address: str) -> list[float | None] | None:
 @pytest.mark.parametrize("transport", ["device", "host", "ipc"])
 def test_a_report_has_the_share_that_changed(store: Store, transport: str, caplog: pytest.LogCaptureFixture) -> None:
     if transport == "ipc":
-        shares = run_processes(_ipc_shares, 2, store_address(store))[0]  # type: ignore[arg-type]  # mypy takes the ranks' results for one type
+        shares = run_processes(_ipc_shares, 2, store_address(store))[0]
     else:
         with (
             sender_of(store, transport=transport, slab_nbytes=_SLAB_NBYTES, slabs=2) as sender,

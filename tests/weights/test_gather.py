@@ -83,7 +83,7 @@ def _gather_small(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]
                 dim = number % whole.dim()
                 halves = whole.split(-(-whole.shape[dim] // 2), dim)
                 mine = halves[rank] if rank < len(halves) else whole.narrow(dim, 0, 0)
-                yield f"t{number}", WeightShard(mine.to(device), tuple(whole.shape), dim, 2)
+                yield f"t{number}", WeightShard(mine.to(device), tuple(whole.shape), dim, range(2))
 
         class Counting:
             rank, size, recv = group.rank, group.size, group.recv
@@ -116,4 +116,4 @@ def test_shards_of_small_tensors_travel_together() -> None:
 
 def test_a_shard_without_a_group_is_refused_by_name() -> None:
     with pytest.raises(WeightsError, match="'w' cannot be gathered"):
-        list(gather_weights([("w", WeightShard(torch.ones(2), (4,), 0, 2))], None, dtype=None))
+        list(gather_weights([("w", WeightShard(torch.ones(2), (4,), 0, range(2)))], None, dtype=None))

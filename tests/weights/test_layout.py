@@ -52,7 +52,7 @@ def _reader(layout: WeightLayout, named: Named) -> TensorReader:
 def _sent(layout: WeightLayout, named: Named) -> FlatVersion:
     """Carry every slab as a transport would, and check its checksum on both sides."""
     buffer = SlabRing(layout, backend=CPU)
-    flat = FlatVersion.on(torch.device("cpu"), layout)
+    flat = FlatVersion(layout, torch.device("cpu"))
     ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
     reader = _reader(layout, named)
     for index in range(len(layout.slabs)):
@@ -195,7 +195,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 @settings(max_examples=50)
 def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: int) -> None:
     layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], slab_nbytes=1 << 18)
-    flat = FlatVersion.on(torch.device("cpu"), layout)
+    flat = FlatVersion(layout, torch.device("cpu"))
     raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     flat.slabs[0].copy_(raw)
     before, after = Checksums(layout, device=raw.device), Checksums(layout, device=raw.device)

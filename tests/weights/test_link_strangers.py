@@ -263,6 +263,6 @@ def test_votes_and_decisions_of_members_are_what_was_written() -> None:
 
 
 def test_the_address_of_a_store_is_in_no_repr_and_no_error(store: Store) -> None:
-    key = store_address(store).partition("#")[2]  # type: ignore[arg-type]  # served by the fixture
+    key = store_address(store).partition("#")[2]
     with sender_of(store) as sender, receiver_of(store) as receiver:
         assert key not in f"{store!r}{sender!r}{receiver!r}"

@@ -28,8 +28,8 @@ from hwrl.weights import (
 )
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
-from hwrl.weights.messages import Limits
-from hwrl.weights.ranks import Follower, Reports, ShareKind, ShareReport
+from hwrl.weights.messages import Limits, VoteKind
+from hwrl.weights.ranks import Follower, Reports, ShareReport
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
@@ -322,7 +322,7 @@ def test_a_report_at_the_last_moment_blames_no_other_rank(store: Any, monkeypatc
         exchange(sender, [receiver], 1)
         channel, proposal = channel_of(store), newest_proposal(store)
         for share in (1, 2):
-            channel.write(proposal, Note.SHARE, ShareReport(ShareKind.SENT).to_json(), name=f"share/{share}")
+            channel.write(proposal, Note.SHARE, ShareReport(VoteKind.WHOLE).to_json(), name=f"share/{share}")
         sending = SenderRound(proposal, channel, Membership(channel))
         Reports((0, 1, 2), Limits(0.1)).wait_until_sent(sending)
 

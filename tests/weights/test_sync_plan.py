@@ -62,12 +62,12 @@ def test_the_base_travels_once_and_then_the_adapter_alone(
     replica = Replica(store)
     first = replica.during(lambda: trainer.publish(1))
     assert first.plan.what == "base + adapter"
-    assert first.base_nbytes == nbytes_of(trainer.base)
+    assert first.base is not None and first.base.nbytes == nbytes_of(trainer.base)
     assert_serves(replica, trainer, 1)
     for version in (2, 3):
         report = replica.during(functools.partial(trainer.publish, version))
         assert report.plan.what == "adapter"
-        assert (report.base_nbytes, report.adapter_nbytes) == (0, nbytes_of(trainer.adapter(1)))
+        assert (report.base, report.policy.nbytes) == (None, nbytes_of(trainer.adapter(1)))
         assert_serves(replica, trainer, version)
     everything = nbytes_of(trainer.base) + 3 * nbytes_of(trainer.adapter(1))
     assert replica.updater.totals() == {"received_nbytes": everything, "base_loads": 1}
@@ -200,4 +200,4 @@ def test_tied_tensors_of_an_adapter_count_once(store: Store) -> None:
     sender = PolicySender(lambda name: sender_of(store, name=name, transport="host"), base=BASE)
     report = sender.send(1, model=model, adapter=adapter)
     sender.close()
-    assert (report.base_nbytes, report.adapter_nbytes) == (400, 60)
+    assert report.base is not None and (report.base.nbytes, report.policy.nbytes) == (400, 60)

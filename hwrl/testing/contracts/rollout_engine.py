@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import serve_store
 from hwrl.errors import EngineError, UnsupportedError
 from hwrl.interfaces import Backend, GenerationRequest, Response, RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout import EngineModels
@@ -184,18 +184,17 @@ class RolloutReceiversContract(_OfRolloutEngine):
         wanted = generate(engine, requests)
         engine.load_weights(model_weights().items(), version=1)
         store = serve_store()
-        where: dict[str, Any] = {"address": store_address(store), "name": POLICY, "replica": "kit"}
-        models = EngineModels(engine, store, timeout_s=scaled(_WAIT_S), **where)
+        models = EngineModels(engine, store, name=POLICY, replica="kit", timeout_s=scaled(_WAIT_S))
         sender = WeightSender(store, backend=backend, transport="host", timeout_s=scaled(_WAIT_S))
         with sender, contextlib.closing(models):
             weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
             publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
             publishing.start()
-            loaded, deadline = None, time.monotonic() + scaled(_WAIT_S)
-            while loaded is None and time.monotonic() < deadline:
-                loaded = models.load(incarnation=0)
+            loaded, deadline = False, time.monotonic() + scaled(_WAIT_S)
+            while not loaded and time.monotonic() < deadline:
+                loaded = models.update()
             publishing.join(scaled(_WAIT_S))
-            if loaded is None:
+            if not loaded:
                 raise TimeoutError(f"the version did not arrive within {scaled(_WAIT_S):g} s")
         assert engine.version == 7
         assert _same(generate(engine, requests), wanted)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class Lanes:
 
     def __init__(self, store: Store, proposal: Proposal, *, share: int, rank: int, backend: Backend) -> None:
         """Connect with the other ranks of ``proposal``. Blocks; raises CommError if one does not come."""
-        payload = _payload(proposal)
+        payload = proposal.payload
         self.name, self.to = payload.group, proposal.to
         self._groups: list[Group] = []
         self._broadcasts = 0
@@ -84,40 +84,52 @@ class Lanes:
             group.close()
 
 
-class _Connecting:
-    """The proposal whose lanes a thread is making. Another thread may abort that."""
+class _End:
+    """An end with the lanes to its peers, one for each sender. They stay until the receivers change."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._proposal: Proposal | None = None
+    def __init__(self, store: Store, backend: Backend) -> None:
+        self._store, self._backend = store, backend
+        self._lanes: list[Lanes] = []
+        self._connecting: Proposal | None = None
 
-    @contextlib.contextmanager
-    def to(self, proposal: Proposal) -> Iterator[None]:
-        """Let :meth:`abort` end the connecting for ``proposal`` inside this context."""
-        self._proposal = proposal
-        try:
-            yield
-        finally:
-            self._proposal = None
+    def _lanes_for(
+        self, proposal: Proposal, shares: Iterable[int], *, rank: int, check: Callable[[], object] = lambda: None
+    ) -> list[Lanes]:
+        """Return the lanes of the senders ``shares``. Connect if they are new; ``check`` raises after an abort."""
+        lanes = self._lanes
+        if not lanes or lanes[0].name != proposal.payload.group:
+            self.abort()
+            lanes, self._connecting = [], proposal
+            try:
+                check()  # a later abort ends the connecting
+                for share in shares:
+                    lanes.append(Lanes(self._store, proposal, share=share, rank=rank, backend=self._backend))
+            finally:
+                self._connecting, self._lanes = None, lanes  # from now on another thread can abort them
+            check()  # an abort during the connecting had no groups to close
+        return lanes
 
     def abort(self) -> None:
-        """End the connecting, here and at the peers, if a thread is inside :meth:`to`.
+        """Close the groups, and abort the connecting of new ones, here and at the peers.
 
-        Does not block: another thread tells the store, which may be dead.
+        Does not wait for the store, which may be dead: another thread tells it.
         """
-        proposal, self._proposal = self._proposal, None
+        proposal, self._connecting = self._connecting, None
         if proposal is not None:
             threading.Thread(target=self._call_off, args=(proposal,), name="hwrl-call-off", daemon=True).start()
+        lanes, self._lanes = self._lanes, []
+        for of_sender in lanes:
+            of_sender.close()
 
     def _call_off(self, proposal: Proposal) -> None:
-        payload = _payload(proposal)
+        payload = proposal.payload
         with contextlib.suppress(CommError):  # without a store nobody connects
             store = clone_store(self._store)  # the connecting thread may be blocking the client
             for share, lane in itertools.product(range(proposal.senders), range(payload.lanes)):
                 call_off_group(store, name=f"{payload.group}/{share}/{lane}")
 
 
-class DeviceSender:
+class DeviceSender(_End):
     """Rank 0 of the process groups with the receivers. The groups stay until the receivers change.
 
     At most ``slabs`` broadcasts are under way, and tensors are read ahead no further. With several senders each has its
@@ -125,6 +137,7 @@ class DeviceSender:
     """
 
     def __init__(self, context: SenderContext) -> None:
+        super().__init__(context.store, context.backend)
         self._context = context
         # With only one slab under way, two senders could wait for each other's shards, and receivers for both.
         self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
@@ -132,26 +145,19 @@ class DeviceSender:
         self._sums = Checksums(context.layout, device=context.backend.device())
         shares = divide_slabs(context.layout, context.senders)
         self._own_slabs = [index for index, share in enumerate(shares) if share == context.share]
-        self._lanes: Lanes | None = None
-        self._connecting = _Connecting(context.store)
 
     def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
         """Name the groups: as in the last round if the receivers are the same."""
-        if self._lanes is not None and self._lanes.to != to:
+        if any(lanes.to != to for lanes in self._lanes):
             self.abort()
-        name = f"{self._context.epoch}.{number}" if self._lanes is None else self._lanes.name
-        streams = self._context.backend.supports(Capability.STREAMS).usable
+        name = next((lanes.name for lanes in self._lanes), f"{self._context.epoch}.{number}")
+        streams = self._backend.supports(Capability.STREAMS).usable
         return DevicePayload(name, 2 if streams else 1)
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Broadcast this sender's slabs in the layout's order, then the checksums."""
-        context, proposal, lanes = self._context, sending.proposal, self._lanes
-        if lanes is None or lanes.name != _payload(proposal).group:
-            self.abort()
-            with self._connecting.to(proposal):
-                lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
-            self._lanes = lanes  # from now on another thread can abort them
-        with clock.span(context.backend):
+        (lanes,) = self._lanes_for(sending.proposal, [self._context.share], rank=0)
+        with clock.span(self._backend):
             self._send_slabs(lanes, reader, clock)
         return self._sums.values
 
@@ -174,12 +180,9 @@ class DeviceSender:
         lanes.broadcast(self._sums.values).wait()
 
     def abort(self) -> None:
-        """Close the groups, and abort the connecting of new ones, here and at the peers."""
-        self._connecting.abort()
-        lanes, self._lanes = self._lanes, None
+        """Close the groups, and abort the connecting of new ones, here and at the peers; see :meth:`_End.abort`."""
         self._buffer.forget_pending()
-        if lanes is not None:
-            lanes.close()
+        super().abort()
 
     def end_round(self, sending: SenderRound) -> None:
         """Do nothing: the groups stay for the next round."""
@@ -189,7 +192,7 @@ class DeviceSender:
         groups = {payload.group for payload in payloads if isinstance(payload, DevicePayload)}
         for name in groups - {payload.group for payload in kept if isinstance(payload, DevicePayload)}:
             with store_failures():
-                forget_group(self._context.store, name=name)
+                forget_group(self._store, name=name)
 
     def release(self) -> None:
         """Free the ring."""
@@ -199,21 +202,21 @@ class DeviceSender:
         """Do nothing: abort has closed the groups."""
 
 
-class DeviceReceiver:
+class DeviceReceiver(_End):
     """A receiver's rank in the groups."""
 
     def __init__(self, context: ReceiverContext) -> None:
-        self._context = context
-        self._lanes: list[Lanes] = []  # one of each sender
-        self._connecting = _Connecting(context.store)
+        super().__init__(context.store, context.backend)
+        self._slabs = context.slabs
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor:
         """Receive the slabs, then the sender's checksums. Blocks until the collectives are done on the device."""
         try:
-            lanes = self._lanes_for(receiving)
-            with clock.span(self._context.backend):
+            proposal, check = receiving.proposal, receiving.cancellation.check
+            lanes = self._lanes_for(proposal, range(proposal.senders), rank=receiving.rank, check=check)
+            with clock.span(self._backend):
                 theirs, newest = self._receive_slabs(lanes, destination, sums)
             for pending in newest:
                 pending.complete()  # blocks the host; any other wait for the device would hang if the sender is lost
@@ -222,32 +225,9 @@ class DeviceReceiver:
             self.abort()
             raise
 
-    def abort(self) -> None:
-        """Close the groups, and abort the connecting of new ones, here and at the peers."""
-        self._connecting.abort()
-        lanes, self._lanes = self._lanes, []
-        for of_sender in lanes:
-            of_sender.close()
-
     def close(self) -> None:
         """Close the groups."""
         self.abort()
-
-    def _lanes_for(self, receiving: ReceiverRound) -> list[Lanes]:
-        proposal, lanes = receiving.proposal, self._lanes
-        if not lanes or lanes[0].name != _payload(proposal).group:
-            self.abort()
-            lanes = []
-            place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
-            try:
-                with self._connecting.to(proposal):
-                    receiving.cancellation.check()  # a later abort ends the connecting
-                    for share in range(proposal.senders):
-                        lanes.append(Lanes(self._context.store, proposal, share=share, **place))
-            finally:
-                self._lanes = lanes  # from now on another thread can abort them
-            receiving.cancellation.check()  # an abort during the connecting had no groups to close
-        return list(lanes)
 
     def _receive_slabs(
         self, lanes: list[Lanes], destination: Destination, sums: Checksums
@@ -255,7 +235,7 @@ class DeviceReceiver:
         """Queue the whole transfer; return the senders' checksums, and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
-        most = self._context.slabs * len(lanes)
+        most = self._slabs * len(lanes)
         most = min(most, destination.slots or most)
         for index, share in enumerate(divide_slabs(sums.layout, len(lanes))):
             if len(under_way) >= most:
@@ -277,11 +257,6 @@ def _finish_slab(pending: Pending, lease: SlabLease, destination: Destination, s
     pending.wait()
     sums.add(lease.index, lease.memory)
     destination.unpack(lease)
-
-
-def _payload(proposal: Proposal) -> DevicePayload:
-    assert isinstance(proposal.payload, DevicePayload), "proposals are read with their transport's payload"
-    return proposal.payload
 
 
 DEVICE = Transport(

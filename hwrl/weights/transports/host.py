@@ -23,7 +23,6 @@ from hwrl.weights.transports.host_versions import (
     is_alive,
     make_file,
     open_version_file,
-    payload_of,
     version_nbytes,
 )
 
@@ -67,7 +66,7 @@ class HostSender:
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Copy the tensors to the file taken by :meth:`prepare`. If this fails, write that into the file's header."""
-        slot = payload_of(sending.proposal).slot
+        slot = sending.proposal.payload.slot
         file = self._file(slot)
         try:
             with clock.span(self._backend):
@@ -271,12 +270,12 @@ class HostReceiver:
                 if not receiving.is_newest():
                     return None
                 receiving.cancellation.check()
-                alive, look = is_alive(payload_of(receiving.proposal)), time.monotonic() + _LOOK_S
+                alive, look = is_alive(receiving.proposal.payload), time.monotonic() + _LOOK_S
             else:
                 time.sleep(_POLL_S)
 
     def _file(self, proposal: Proposal, layout: WeightLayout) -> VersionFile:
-        payload = payload_of(proposal)
+        payload = proposal.payload
         sender = (payload.pid, proposal.epoch)
         if sender != self._sender:
             self.close()

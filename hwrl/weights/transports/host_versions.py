@@ -16,7 +16,6 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.weights.destination import FlatVersion
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.slabs import Checksums
@@ -37,12 +36,6 @@ class HostPayload(TransportPayload):
     slot: int
     files: tuple[int, ...]
     inodes: tuple[int, ...]
-
-
-def payload_of(proposal: Proposal) -> HostPayload:
-    """Return the payload of a host proposal."""
-    assert isinstance(proposal.payload, HostPayload), "proposals are read with their transport's payload"
-    return proposal.payload
 
 
 def make_file(slot: int, *, nbytes: int) -> int:
@@ -81,7 +74,7 @@ def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, ba
 
     Raises TransferFailedError if the file is missing or is not one that the sender made by :func:`make_file`.
     """
-    payload, file = payload_of(proposal), -1
+    payload, file = proposal.payload, -1
     path = _path(payload, slot)
     try:
         name = os.path.basename(os.readlink(path))  # check first, because opening a device has effects
@@ -137,7 +130,7 @@ class VersionFile:
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
         mapping = mmap.mmap(descriptor, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.slabs = FlatVersion(layout, flat=memory).slabs
+        self.slabs = [memory[slab.offset : slab.offset + slab.nbytes] for slab in layout.slabs]
         self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
         self._lock: PageLocked | None = None
         try:

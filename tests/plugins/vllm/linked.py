@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from hwrl.comm import serve_store, store_address
+from hwrl.comm import serve_store
 from hwrl.interfaces import RolloutEngine
 from hwrl.rollout import INCARNATION, EngineModels
-from hwrl.rollout.model_link import Loaded
 from hwrl.weights import POLICY, POLICY_BASE, TransferReport, WeightSender, WeightSource
 from tests.support.weight_link import beside
 
@@ -27,7 +26,7 @@ class Linked:
     ) -> None:
         self.engine, self.transport, self._slab_nbytes = engine, transport, slab_nbytes
         self.store, self._name = serve_store(), POLICY_BASE if base else POLICY
-        names: Any = {"address": store_address(self.store), "name": self._name, "replica": "r0"}
+        names: Any = {"name": self._name, "replica": "r0"}
         self.link = EngineModels(engine, self.store, **names, timeout_s=600.0, once=base, poll_s=0.0)
         self.report: TransferReport | None = None
         self.sender = self.new_sender()
@@ -47,13 +46,13 @@ class Linked:
         self.link.close()
         self.sender.close()
 
-    def update(self, version: int, weights: Any) -> Loaded | None:
+    def update(self, version: int, weights: Any) -> bool:
         """Publish ``weights`` (a dict, or a WeightSource), and let the engine receive them."""
         source = weights if isinstance(weights, WeightSource) else WeightSource.of(weights.items())
         publishing = beside(lambda: self.sender.publish(version, source, {INCARNATION: 0}))
         self.wait_for_offer()
         try:
-            return self.link.load(incarnation=0)
+            return self.link.update()
         finally:
             self.report = publishing()
 

@@ -38,7 +38,7 @@ def main(model_directory: Path, transport: str) -> None:
     engine = engine_of(model_directory, tensor_parallel=2, engine_core="inline" if plain else "process")
     with Linked(engine, transport) as linked:
         for version in range(20):
-            assert linked.update(version, policy.change()) is not None
+            assert linked.update(version, policy.change())
             assert linked.report is not None and linked.report.receivers in (2, 0)
             check(engine, policy, version)
         if plain:
@@ -71,16 +71,16 @@ def _check_a_dead_sender(linked: Linked, policy: Policy) -> None:
     replacing.start()
     engine.submit(requests_of(2, new=100))
     engine.step()
-    assert linked.link.load(incarnation=0) is None and engine.version == -1
+    assert not linked.link.update() and engine.version == -1
     with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
         engine.step()
     dying.join()
     replacing.join()
     assert dying.exitcode == -signal.SIGKILL
     linked.sender = linked.new_sender()
-    linked.link.join()
+    linked.link.request()
     # On a busy machine the first offer may still be what the dead sender began to store.
-    assert (linked.update(21, policy.change()) or linked.link.load(incarnation=0)) is not None
+    assert linked.update(21, policy.change()) or linked.link.update()
     versions = {version for response in finish(engine).values() for version in response.versions.tolist()}
     assert versions == {20, 21}, "the responses went on with the new version"
     check(engine, policy, 21)
@@ -131,7 +131,7 @@ def _check_adapter(model_directory: Path, transport: str) -> None:
     policy = Policy(model_directory, lora=lora)
     engine = engine_of(model_directory, lora=lora, tensor_parallel=2, engine_core="inline")
     with Linked(engine, transport, base=True) as linked:
-        assert linked.update(1, policy.change()) is not None and (engine.version, engine.base) == (-1, 1)
+        assert linked.update(1, policy.change()) and (engine.version, engine.base) == (-1, 1)
     for version in range(3):
         engine.load_adapter(policy.change_adapter().items(), version=version, base=1)
         requests = requests_of(4)

@@ -9,7 +9,7 @@ import pytest
 
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import LoraSettings
-from hwrl.rollout import AdapterUpdater, EngineModels, ModelUpdater, ReceivedModels
+from hwrl.rollout import AdapterUpdater, EngineModels, ReceivedModels
 from hwrl.run.build import build_model_link, build_updater
 from hwrl.weights import POLICY, POLICY_BASE
 from tests.support.scripted_rollout import CountingEngine
@@ -35,7 +35,7 @@ def test_the_engine_receives_itself_if_it_can_and_the_old_version_need_not_stay(
     engine.receivers = receivers
     config = config_of(keep_old_version=keep_old_version, lora=lora)
     updater = build_updater(config, engine, store_address=store_address(store), replica="r0")
-    assert type(updater) is (ModelUpdater if lora is None else AdapterUpdater)
+    assert type(updater) is (link if lora is None else AdapterUpdater)
     name = POLICY if lora is None else POLICY_BASE
     made = build_model_link(config, engine, name=name, store_address=store_address(store), replica="r1")
     assert type(made) is link
