@@ -15,7 +15,7 @@ from hwrl.comm import Group, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, TrainEngine
-from hwrl.models import load_generation_config, load_tokenizer, use_chat_template, vocabulary_size
+from hwrl.models import load_generation_config, vocabulary_size
 from hwrl.rollout import (
     HERMES,
     AdapterUpdater,
@@ -59,7 +59,7 @@ from hwrl.run.identity import (
     data_key,
 )
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
+from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings, tokenizer_with
 from hwrl.train import (
     Algorithm,
     CriticEngine,
@@ -251,15 +251,8 @@ def _eos_ids(model_directory: Path, tokenizer: Any) -> list[int]:
 
 
 def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
-    """Return the model's tokenizer, set to the run's chat template and its options. All parts of a replica use it.
-
-    Raises ConfigError if one of ``data.chat_template_kwargs`` has no effect.
-    """
-    tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
-    if config.data.chat_template_file is not None:
-        template = inputs.read(TEMPLATE).decode()
-    use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
-    return tokenizer
+    """Return :func:`tokenizer_with` the content of the template's file, checked against the driver's hash."""
+    return tokenizer_with(config, None if config.data.chat_template_file is None else inputs.read(TEMPLATE).decode())
 
 
 def training_prompts(config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> PromptStream:
