@@ -85,7 +85,8 @@ def tokenizer_with(config: Config, template: str | None) -> Any:
     from hwrl.models import load_tokenizer, use_chat_template
 
     tokenizer, data = load_tokenizer(config.model.path), config.data
-    use_chat_template(tokenizer, template or data.chat_template, options=data.chat_template_kwargs)
+    chosen = data.chat_template if template is None else template
+    use_chat_template(tokenizer, chosen, options=data.chat_template_kwargs)
     return tokenizer
 
 
