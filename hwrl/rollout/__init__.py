@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.leases import LeaseQueue as LeaseQueue
     from hwrl.rollout.leases import LedgerClient as LedgerClient
-    from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
     from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts

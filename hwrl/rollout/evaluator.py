@@ -186,8 +186,8 @@ class Evaluator:
         """Whether there is an evaluation, started or not."""
         return self._current is not None
 
-    def start(self, generate: Callable[[Prompt, int], PendingGroup], *, room: int = sys.maxsize) -> None:
-        """Start waiting groups, up to ``room`` samples. ``generate(prompt, size)`` begins a group of ``size``."""
+    def start(self, generate: Callable[[PendingGroup], None], *, room: int = sys.maxsize) -> None:
+        """Start waiting groups, up to ``room`` samples. ``generate(group)`` begins to generate one."""
         running = self.running
         with self._lock:
             current = self._current
@@ -196,7 +196,8 @@ class Evaluator:
                 if size > min(room, current.places - running):
                     return
                 current.waiting.popleft()
-                group = generate(current.prompts[index], size)
+                group = PendingGroup(current.prompts[index], size)
+                generate(group)
                 current.groups.append((index, group))
                 current.running.append(group)
                 room, running = room - size, running + size

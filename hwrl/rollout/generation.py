@@ -142,19 +142,11 @@ class SampleGenerator(ABC):
         """Return whether :meth:`step` would do something now."""
 
     @abstractmethod
-    def start(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        *,
-        size: int,
-        lease: PromptLease | None = None,
-        spans: SpanLog | None = None,
-    ) -> PendingGroup:
-        """Begin a group of ``size`` samples. Does not block.
+    def start(self, group: PendingGroup, sampling: Sampling) -> None:
+        """Begin to generate the samples of ``group``. Does not block.
 
         The prompt's own limit on new tokens applies if it is lower than the limit of ``sampling``. The spans of a
-        traced prompt go into ``spans``.
+        traced prompt go into ``group.spans``.
         """
 
     @abstractmethod
@@ -201,21 +193,12 @@ class GroupGenerator(SampleGenerator):
     def has_work(self) -> bool:
         return self._engine.pending() > 0
 
-    def start(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        *,
-        size: int,
-        lease: PromptLease | None = None,
-        spans: SpanLog | None = None,
-    ) -> PendingGroup:
+    def start(self, group: PendingGroup, sampling: Sampling) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        group = self._groups[number] = PendingGroup(prompt, size, lease, spans=spans)
-        sampling = limited(sampling, prompt)
+        self._groups[number] = group
+        prompt, sampling = group.prompt, limited(sampling, group.prompt)
         first = number * self._group_size
-        self._engine.submit([GenerationRequest(first + i, prompt.token_ids, sampling) for i in range(size)])
-        return group
+        self._engine.submit([GenerationRequest(first + i, prompt.token_ids, sampling) for i in range(group.size)])
 
     def step(self) -> list[PendingGroup]:
         return [group for completion in self._engine.step() if (group := self._add(completion)).is_generated]

@@ -77,26 +77,6 @@ class _Leased:
     deadline_s: float
 
 
-@dataclass(frozen=True)
-class LedgerCounts:
-    """The number of prompts in each state, and running totals of three errors.
-
-    ``accepted`` groups are finished and wait for training. ``returned`` prompts wait for another lease. ``failures``
-    counts failed attempts, while ``failed`` counts prompts. ``expired`` counts leases without progress, and
-    ``rejected`` finished groups with tokens of wrong weights.
-    """
-
-    trained: int
-    filtered: int
-    failed: int
-    accepted: int
-    running: int
-    returned: int
-    failures: int
-    expired: int
-    rejected: int
-
-
 @dataclass
 class UntrainedPrompts:
     """Prompts that were settled without training: the filtered ones, and the failed ones with their reasons."""
@@ -362,19 +342,24 @@ class PromptLedger:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def counts(self) -> LedgerCounts:
-        """Return the numbers of prompts and errors."""
-        return LedgerCounts(
-            trained=self._trained,
-            filtered=len(self._filtered),
-            failed=len(self._failed),
-            accepted=len(self._accepted),
-            running=len(self._running),
-            returned=len(self._returned),
-            failures=self._failures,
-            expired=self._expired,
-            rejected=self._rejected,
-        )
+    def counts(self) -> dict[str, int]:
+        """Return the number of prompts in each state, and running totals of three errors.
+
+        ``accepted`` groups are finished and wait for training. ``returned`` prompts wait for another lease.
+        ``failures`` counts failed attempts, while ``failed`` counts prompts. ``expired`` counts leases without
+        progress, and ``rejected`` finished groups with tokens of wrong weights.
+        """
+        return {
+            "trained": self._trained,
+            "filtered": len(self._filtered),
+            "failed": len(self._failed),
+            "accepted": len(self._accepted),
+            "running": len(self._running),
+            "returned": len(self._returned),
+            "failures": self._failures,
+            "expired": self._expired,
+            "rejected": self._rejected,
+        }
 
     def state_of(self, number: int) -> PromptState:
         """Return the state of a prompt. Raises ValueError for a number that was never leased."""

@@ -240,7 +240,7 @@ class Rollouter:
         sampling = replace(self._settings.sampling, temperature=self._settings.eval_temperature)
         room = self._generator.room() - self._leases.promised * self._settings.group_size
         room += max(0, self._evaluator.places - self._spare_places)  # these may be above the limit
-        self._evaluator.start(lambda prompt, size: self._generator.start(prompt, sampling, size=size), room=room)
+        self._evaluator.start(lambda group: self._generator.start(group, sampling), room=room)
 
     def _start_leased(self) -> None:
         settings = self._settings
@@ -250,8 +250,8 @@ class Rollouter:
             except DataError as exc:
                 self._ledger.fail(lease, f"{exc.what}: {exc.why}")
                 continue
-            spans = self._trace(lease)
-            self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease, spans=spans)
+            group = PendingGroup(prompt, settings.group_size, lease, spans=self._trace(lease))
+            self._generator.start(group, settings.sampling)
 
     def _trace(self, lease: PromptLease) -> SpanLog | None:
         """Return the log of a prompt that starts now; None if it is not traced. Its first span is the lease's wait."""

@@ -39,7 +39,7 @@ from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.policy_client import PolicyClient
 from hwrl.rollout.reward import metrics_of
 from hwrl.rollout.tool_calls import parse_tool_calls
-from hwrl.rollout.tracing import SpanLog, current_log
+from hwrl.rollout.tracing import current_log
 from hwrl.user_code import load_function
 
 _log = logging.getLogger(__name__)
@@ -182,27 +182,17 @@ class WorkflowGenerator(SampleGenerator):
     def has_work(self) -> bool:
         return bool(self._requests or self._results) or self._engine.pending() > 0
 
-    def start(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        *,
-        size: int,
-        lease: PromptLease | None = None,
-        spans: SpanLog | None = None,
-    ) -> PendingGroup:
-        group = PendingGroup(prompt, size, lease, spans=spans)
+    def start(self, group: PendingGroup, sampling: Sampling) -> None:
         client = PolicyClient(
             functools.partial(self._generate, drops=self._drops),
             chat=self._chat,
-            sampling=limited(sampling, prompt),
+            sampling=limited(sampling, group.prompt),
             max_length=self._settings.max_length,
             vocabulary=self._settings.vocabulary,
         )
         run = _GroupRun(group, client)
         self._runs.add(run)
         self._loop.call_soon_threadsafe(self._begin, run)
-        return group
 
     def step(self) -> list[PendingGroup]:
         self._submit()

@@ -11,14 +11,13 @@ from typing import Any, cast
 import transformers.modeling_utils  # noqa: F401 - every model imports it; imported here, it counts as a large import
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.comm import Group, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, TrainEngine
-from hwrl.models import load_generation_config, load_tokenizer, use_chat_template, vocabulary_size
+from hwrl.models import load_generation_config, vocabulary_size
 from hwrl.rollout import (
     HERMES,
-    INCARNATION,
     AdapterUpdater,
     ChatTokens,
     DataKeys,
@@ -59,10 +58,9 @@ from hwrl.run.identity import (
     data_key,
 )
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
+from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings, tokenizer_with
 from hwrl.train import (
     Algorithm,
-    AsyncTrainer,
     CriticEngine,
     Engines,
     FsdpEngine,
@@ -74,10 +72,9 @@ from hwrl.train import (
     Rejection,
     UserLoss,
     ValueLoss,
-    read_model_flops,
 )
 from hwrl.user_code import load_function
-from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
+from hwrl.weights import POLICY, POLICY_BASE, WeightReceiver
 
 _LOCK_WAIT_S = 150.0
 """How long a trainer waits for the checkpoints' lock. The trainer before it may be on a host that was cut off. Ray's
@@ -180,7 +177,7 @@ def build_updater(config: Config, engine: RolloutEngine, *, store_address: str, 
 
     def connect() -> RetryingReceiver:
         receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)
-        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
+        return RetryingReceiver(receiver, timeout_s=transfer_timeout_s(config))
 
     connect_base = functools.partial(
         build_model_link, config, engine, name=POLICY_BASE, store_address=store_address, replica=replica
@@ -199,19 +196,19 @@ def build_model_link(
     store, once = connect_store(store_address), name == POLICY_BASE
     if config.weights.keep_old_version or not engine.receivers:
         receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-        return ReceivedModels(engine, receiver, timeout_s=_transfer_timeout_s(config), as_base=once)
+        return ReceivedModels(engine, receiver, timeout_s=transfer_timeout_s(config), as_base=once)
     return EngineModels(
         engine,
         store,
         name=name,
         replica=replica,
-        timeout_s=_transfer_timeout_s(config),
+        timeout_s=transfer_timeout_s(config),
         newest=newest,
         once=once,
     )
 
 
-def _transfer_timeout_s(config: Config) -> float:
+def transfer_timeout_s(config: Config) -> float:
     """Return the sender's time limit for replicas. Without partial rollout they first finish their responses."""
     drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
     return config.weights.timeout_s + drain_s
@@ -252,15 +249,8 @@ def _eos_ids(model_directory: Path, tokenizer: Any) -> list[int]:
 
 
 def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
-    """Return the model's tokenizer, set to the run's chat template and its options. All parts of a replica use it.
-
-    Raises ConfigError if one of ``data.chat_template_kwargs`` has no effect.
-    """
-    tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
-    if config.data.chat_template_file is not None:
-        template = inputs.read(TEMPLATE).decode()
-    use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
-    return tokenizer
+    """Return :func:`tokenizer_with` the content of the template's file, checked against the driver's hash."""
+    return tokenizer_with(config, None if config.data.chat_template_file is None else inputs.read(TEMPLATE).decode())
 
 
 def training_prompts(config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> PromptStream:
@@ -306,15 +296,6 @@ def _load(
 
 
 # -- a trainer rank -------------------------------------------------------------------------------------------------
-
-
-def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Group | None:
-    """Join the default process group of this incarnation's ranks; return None for a single rank. Blocks."""
-    if config.train.ranks == 1:
-        return None
-    ranks_store = PrefixStore(f"train/{incarnation}", store)
-    timeout_s = 600.0 + 2 * _transfer_timeout_s(config)  # in it they wait while rank 0 waits for replicas
-    return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks, timeout_s=timeout_s)
 
 
 def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:
@@ -401,48 +382,6 @@ def _build_policy(config: Config, group: Group | None, *, needs_reference: bool)
         settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
     )
     return engine
-
-
-def build_trainer(config: Config, engines: Engines, *, algorithm: Algorithm, incarnation: int) -> AsyncTrainer:
-    """Return the trainer of this rank."""
-    return AsyncTrainer(
-        engines.policy,
-        critic=engines.critic,
-        algorithm=algorithm,
-        max_staleness=config.async_training.staleness_threshold,
-        trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
-        incarnation=incarnation,
-        flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
-        max_skipped_in_a_row=config.optimizer.max_skipped_in_a_row,
-    )
-
-
-def build_sender(
-    config: Config,
-    store: Any,
-    transport: TransportName,
-    *,
-    group: Group | None,
-    senders: int,
-    base: int | None,
-    incarnation: int,
-) -> PolicySender:
-    """Return a rank's end of the sender of weights. ``base`` is the hash of an adapter's base model."""
-    slab_mib = config.weights.update_weights_bucket_megabytes
-
-    def connect(name: str) -> WeightSender:
-        return WeightSender(
-            store,
-            group=group,
-            name=name,
-            transport=transport,
-            senders=senders,
-            slab_nbytes=None if slab_mib is None else slab_mib << 20,
-            versions=1 if name == POLICY_BASE else 3,
-            timeout_s=_transfer_timeout_s(config),
-        )
-
-    return PolicySender(connect, base=base, metadata={INCARNATION: incarnation})
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:

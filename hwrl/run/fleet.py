@@ -69,9 +69,7 @@ class Fleet:
         self._store = serve_store(host, warn=lambda why: log(f"warning: {why}"))
         self._store_address = store_address(self._store)
         self._devices = RunDevices(config, self._backend)
-        self._monitor = ProcessMonitor(
-            heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"), warn=log, names_hosts=not is_local()
-        )
+        self._monitor = ProcessMonitor(heartbeat_s=config.timeouts.heartbeat_s, log=log, names_hosts=not is_local())
         self._checked_s = time.monotonic()
         self.ledger = RunLedger(config, monitor=self._monitor)
         self.waits = self._monitor.waits

@@ -18,6 +18,7 @@ from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.first_import import LIMIT_S, try_in_child
 from hwrl.run.report.trackers import make_tracker
+from hwrl.run.settings import tokenizer_with
 from hwrl.train import CLIPPED_LOSSES
 from hwrl.user_code import load_function
 
@@ -67,14 +68,11 @@ def _use_functions(step: Callable[[str], None], config: Config) -> Collection[st
         step(f"report.trackers={name}")
         make_tracker(config, name)
     if config.rollout.workflow is not None and is_local():
-        from hwrl.models import load_tokenizer, use_chat_template  # it imports torch
         from hwrl.rollout import load_workflow
 
         step(f"rollout.workflow={config.rollout.workflow}")
-        tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
-        if config.data.chat_template_file is not None:
-            template = config.data.chat_template_file.read_text(encoding="utf-8")
-        use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
+        file = config.data.chat_template_file
+        tokenizer = tokenizer_with(config, None if file is None else file.read_text(encoding="utf-8"))
         load_workflow(config.rollout.workflow, config.rollout.workflow_options, tokenizer=tokenizer)
     return columns
 

@@ -29,20 +29,14 @@ class Interrupts:
     - A text: the first signal is deferred. It logs the text, and the main thread must look at ``pending`` itself. A
       second signal raises KeyboardInterrupt.
 
-    Signals within ``same_signal_s`` seconds count as one. The text is logged in a thread, because the signal may have
+    Signals within ``SAME_SIGNAL_S`` seconds count as one. The text is logged in a thread, because the signal may have
     interrupted another output. A child process inherits these handlers between its fork and its exec. There they do
     nothing, because a signal to the process group also reaches the parent.
     """
 
-    def __init__(
-        self,
-        log: Callable[[str], None] = print,
-        *,
-        defer_message: str | None = None,
-        same_signal_s: float = SAME_SIGNAL_S,
-    ) -> None:
+    def __init__(self, log: Callable[[str], None] = print, *, defer_message: str | None = None) -> None:
         self.defer_message, self.pending = defer_message, False
-        self._log, self._same_signal_s = log, same_signal_s
+        self._log = log
         self._last_signal_s = float("-inf")
         self._logging: threading.Thread | None = None
         self._pid = os.getpid()
@@ -72,7 +66,7 @@ class Interrupts:
         if os.getpid() != self._pid:
             return
         now_s = time.monotonic()
-        if now_s - self._last_signal_s < self._same_signal_s:
+        if now_s - self._last_signal_s < SAME_SIGNAL_S:
             return
         self._last_signal_s = now_s
         is_second, self.pending = self.pending, True

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple
 
 import ray
@@ -172,7 +172,7 @@ class LedgerActor:
                 if self._takes_abandoned != abandoned:
                     return [], None
             numbers = [group.sequence_number for group in groups]
-            untrained, counts = self._ledger.take_untrained(), asdict(self._ledger.counts())
+            untrained, counts = self._ledger.take_untrained(), self._ledger.counts()
             spans = {group.sequence_number: group.spans for group in groups if group.spans}
             state = self._ledger.state_dict()
             return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained, spans, state)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -129,24 +130,16 @@ class ProcessMonitor:
     answer a process is starting, and its silence does not count. An error from Ray is not an answer: the process may
     be dead, or its machine cannot be reached for a while.
 
-    With ``names_hosts``, log lines include the machine of each process. ``warn`` logs the warnings of the processes,
-    each once, however many of them have it. :attr:`waits` logs long waits, and silent processes.
+    With ``names_hosts``, log lines include the machine of each process. ``log`` gets the warnings of the processes,
+    each once, however many of them have it. :attr:`waits` logs long waits, and silent processes, with ``kind="wait"``.
     """
 
-    def __init__(
-        self,
-        *,
-        heartbeat_s: float,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-        names_hosts: bool = False,
-    ) -> None:
-        self._heartbeat_s, self._names_hosts = heartbeat_s, names_hosts
-        self._warn = warn
+    def __init__(self, *, heartbeat_s: float, log: Callable[..., None], names_hosts: bool = False) -> None:
+        self._heartbeat_s, self._log, self._names_hosts = heartbeat_s, log, names_hosts
         self._warned: set[str] = set()
         self._heartbeats: dict[str, _Heartbeat] = {}
         self._last_s = time.monotonic()
-        self.waits = WaitLog(log)
+        self.waits = WaitLog(partial(log, kind="wait"))
 
     def watch(self, name: str, actor: Remote[Any]) -> None:
         """Watch ``actor``, in place of an earlier one of the same name."""
@@ -182,7 +175,7 @@ class ProcessMonitor:
             if text not in self._warned and len(self._warned) <= _MOST_WARNINGS:
                 self._warned.add(text)
                 is_last = len(self._warned) > _MOST_WARNINGS
-                self._warn("further warnings are not shown" if is_last else f"warning: {self.locate(name)}: {text}")
+                self._log("further warnings are not shown" if is_last else f"warning: {self.locate(name)}: {text}")
         heartbeat.is_read = True
         return True
 

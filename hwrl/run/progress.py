@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from hwrl.errors import CheckpointSaveError, note
@@ -21,17 +20,8 @@ class Progress:
     a checkpoint of the trainers' state with the ledger's. ``save_before`` does so before an error ends the run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        fleet: Fleet,
-        recorder: StepRecorder,
-        interrupts: Interrupts,
-        *,
-        log: Callable[[str], None],
-    ) -> None:
-        self._config, self._fleet, self._recorder = config, fleet, recorder
-        self._interrupts, self._log = interrupts, log
+    def __init__(self, config: Config, fleet: Fleet, recorder: StepRecorder, interrupts: Interrupts) -> None:
+        self._config, self._fleet, self._recorder, self._interrupts = config, fleet, recorder, interrupts
         self._ledger_state = EMPTY_LEDGER  # of the last finished step
         self._open_batch: BatchInfo | None = None  # of the step that is being trained
         self.step = self.saved_step = self._durable_step = self._restored_step = 0
@@ -78,15 +68,16 @@ class Progress:
         self._recorder.open(self.step)
 
     def _log_restored(self, restored: RestoredRun | None) -> None:
+        log = self._recorder.log
         if restored is None:
             setting = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
-            self._log(f"no checkpoint in {self._config.dir} ({setting}): starting at step 0")
+            log(f"no checkpoint in {self._config.dir} ({setting}): starting at step 0")
             return
         for path, reason in restored.skipped:
-            self._log(f"skipped {path}: {reason}")
+            log(f"skipped {path}: {reason}")
         for sentence in restored.changed:
-            self._log(sentence)
-        self._log(f"resumed after step {restored.step}")
+            log(sentence)
+        log(f"resumed after step {restored.step}")
 
     def save(self) -> None:
         """Save a checkpoint, and add its metrics to the line of the saved step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwrl.interfaces import EngineSettings, RolloutSettings, Sampling
 from hwrl.rollout import PromptLedger, has_variance
@@ -74,6 +74,20 @@ def rollout_sampling(config: Config) -> Sampling:
         stop=settings.stop,
         stop_token_ids=settings.stop_token_ids,
     )
+
+
+def tokenizer_with(config: Config, template: str | None) -> Any:
+    """Return the model's tokenizer, set to the run's chat template and its options. All parts of a replica use it.
+
+    ``template`` is the content of ``data.chat_template_file``, None if there is no such file. Raises ConfigError if one
+    of ``data.chat_template_kwargs`` has no effect. Imports torch.
+    """
+    from hwrl.models import load_tokenizer, use_chat_template
+
+    tokenizer, data = load_tokenizer(config.model.path), config.data
+    chosen = data.chat_template if template is None else template
+    use_chat_template(tokenizer, chosen, options=data.chat_template_kwargs)
+    return tokenizer
 
 
 def compute_dtype(config: Config) -> torch.dtype:

@@ -15,20 +15,20 @@ import torch
 from safetensors import SafetensorError
 
 from hwrl.checkpoint import rng_state, set_rng_state, share_lock
-from hwrl.comm import connect_store, is_on_loopback
+from hwrl.comm import Comm, PrefixStore, connect_store, is_on_loopback
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.files import make_directory, replacing
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout import decode_text
+from hwrl.rollout import INCARNATION, decode_text
 from hwrl.run.remote import ProcessSetup
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import MODEL_DIRECTORY
 from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
 from hwrl.run.settings import compute_dtype
-from hwrl.train import move_metrics
-from hwrl.weights import SyncReport, TransportName, WeightSource
+from hwrl.train import AsyncTrainer, move_metrics
+from hwrl.weights import POLICY_BASE, PolicySender, SyncReport, TransportName, WeightSender, WeightSource
 
 _logger = logging.getLogger(__name__)
 PROFILES = "profile"
@@ -80,22 +80,50 @@ class TrainerRank:
     ) -> None:
         from hwrl.run import build  # it imports transformers, and the driver imports this module
         from hwrl.run.fit import check_rank
+        from hwrl.train import read_model_flops
 
-        config, inputs = setup.config, setup.inputs
+        config, inputs, ranks = setup.config, setup.inputs, setup.config.train.ranks
         if setup.lock is not None:
             share_lock(config.dir, setup.lock)
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(setup.store_address)
-        self._group = build.join_ranks(config, store, rank=rank, incarnation=incarnation)
+        timeout_s = build.transfer_timeout_s(config)
+        self._group = None
+        if ranks > 1:
+            ranks_store = PrefixStore(f"train/{incarnation}", store)
+            wait_s = 600.0 + 2 * timeout_s  # in it they wait while rank 0 waits for replicas
+            self._group = Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=ranks, timeout_s=wait_s)
         check_rank(config, get_backend(), rank=rank, alone=is_on_loopback(store))
         algorithm = build.build_algorithm(config, inputs)
         self._engines = build.build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy
-        link: Any = {"group": self._group, "senders": senders, "base": self._engine.base, "incarnation": incarnation}
-        self._sender = build.build_sender(config, store, transport, **link)
+        slab_mib = config.weights.update_weights_bucket_megabytes
+
+        def connect(name: str) -> WeightSender:
+            return WeightSender(
+                store,
+                group=self._group,
+                name=name,
+                transport=transport,
+                senders=senders,
+                slab_nbytes=None if slab_mib is None else slab_mib << 20,
+                versions=1 if name == POLICY_BASE else 3,
+                timeout_s=timeout_s,
+            )
+
+        self._sender = PolicySender(connect, base=self._engine.base, metadata={INCARNATION: incarnation})
         self._model = WeightSource(self._engine.weights_metadata, self._engine.named_weights)
         self._adapter_weights = WeightSource(self._engine.adapter_metadata, self._engine.named_adapter)
-        self._trainer = build.build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
+        self._trainer = AsyncTrainer(
+            self._engine,
+            critic=self._engines.critic,
+            algorithm=algorithm,
+            max_staleness=config.async_training.staleness_threshold,
+            trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
+            incarnation=incarnation,
+            flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
+            max_skipped_in_a_row=config.optimizer.max_skipped_in_a_row,
+        )
         self._checkpoints = build.build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._further_versions = 0  # after the trainer's own

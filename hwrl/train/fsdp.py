@@ -94,14 +94,7 @@ class FsdpEngine(PolicyEngine):
         self._compiler: Compiler | None = None
         if wants_compilation(backend, setting=settings.compile):
             self._compiler = Compiler(required=settings.compile is True, level=self._level)
-        self._memory = StateMemory.of(
-            model,
-            layers_of(model),
-            dtype=settings.dtype,
-            ranks=self._ranks,
-            shard_ranks=settings.shard_ranks,
-            host_step=settings.host_step,
-        )
+        self._memory = StateMemory.of(model, layers_of(model), settings, ranks=self._ranks)
         layers = self._place(model, reader)
         del reader  # it may hold a whole model
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

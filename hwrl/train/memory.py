@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hwrl.interfaces import ACTIVE, ALWAYS, EngineSettings, MemoryCause, phase_nbytes
 from hwrl.lora import described_model
@@ -60,9 +59,8 @@ def certain_fsdp_memory(settings: EngineSettings, *, ranks: int, critic: bool = 
 
 def reference_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCause, ...]:
     """Return the memory of a rank's part of a :class:`~hwrl.train.ReferenceModel`. Its passes are in the step."""
-    memory = _memory_of(
-        build_meta_model(settings.model_directory, dtype=settings.dtype).requires_grad_(False), settings, ranks
-    )
+    model = build_meta_model(settings.model_directory, dtype=settings.dtype).requires_grad_(False)
+    memory = StateMemory.of(model, layers_of(model), settings, ranks=ranks)
     causes = [MemoryCause("parameters", memory.parameters, "host")]
     if not memory.on_host:
         causes.append(MemoryCause("parameters in their pass", memory.parameters, phases=("step",), certain=False))
@@ -94,18 +92,7 @@ def _state_of(settings: EngineSettings, ranks: int, *, critic: bool) -> tuple[St
     model = described(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
     output = model.get_output_embeddings()
     width = getattr(output, VALUE_WEIGHT) if critic else output.weight
-    return _memory_of(model, settings, ranks), width.shape[0]
-
-
-def _memory_of(model: Any, settings: EngineSettings, ranks: int) -> StateMemory:
-    return StateMemory.of(
-        model,
-        layers_of(model),
-        dtype=settings.dtype,
-        ranks=ranks,
-        shard_ranks=settings.shard_ranks,
-        host_step=settings.host_step,
-    )
+    return StateMemory.of(model, layers_of(model), settings, ranks=ranks), width.shape[0]
 
 
 def _state(memory: StateMemory, settings: EngineSettings) -> tuple[MemoryCause, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hwrl.interfaces import EngineSettings
+
 _GRADIENT = 4
 _MOMENTS = 8
 """Bytes for each trained number: a float32 gradient, and AdamW's two moments."""
@@ -36,24 +38,18 @@ class StateMemory:
 
     @classmethod
     def of(
-        cls,
-        model: torch.nn.Module,
-        layers: Sequence[torch.nn.Module],
-        *,
-        dtype: torch.dtype,
-        ranks: int = 1,
-        shard_ranks: int | None = None,
-        host_step: bool = False,
+        cls, model: torch.nn.Module, layers: Sequence[torch.nn.Module], settings: EngineSettings, *, ranks: int
     ) -> StateMemory:
         """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
 
         ``model`` is whole. Its parameters have the dtypes in which they are stored; an adapter's base is frozen.
-        ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`).
+        ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`). The ``dtype``, ``shard_ranks`` and
+        ``host_step`` of ``settings`` count.
         """
         everything = list(model.parameters())
         trained = [one for one in everything if one.requires_grad]
-        sharded = ranks > 1 or host_step
-        shards = (shard_ranks or ranks) if sharded else 1
+        dtype, sharded = settings.dtype, ranks > 1 or settings.host_step
+        shards = (settings.shard_ranks or ranks) if sharded else 1
         own_trained = sum(_shard_numel(one, shards) for one in trained)
         gathered, reducing = _of_layers(everything, layers, dtype) if sharded else (0, 0)
         return cls(
@@ -65,7 +61,7 @@ class StateMemory:
             reducing=reducing,
             whole_weights=_numel(everything) * dtype.itemsize,
             whole_gradients=_numel(trained) * _GRADIENT,
-            on_host=host_step,
+            on_host=settings.host_step,
         )
 
 

@@ -105,6 +105,7 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
 
     from hwrl import get_backend
     from hwrl.comm import Comm, connect_store
+    from hwrl.interfaces import EngineSettings
     from hwrl.models import build_meta_model
     from hwrl.train import ShardedModel, StateMemory, layers_of, open_model, read_weights
 
@@ -117,7 +118,8 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     model, reader = open_model(mine, group=group, backend=backend)
     layers = layers_of(model)
-    memory = StateMemory.of(model, layers, dtype=torch.float32, ranks=ranks)
+    settings = EngineSettings(model_directory=mine, learning_rate=0, total_steps=1)
+    memory = StateMemory.of(model, layers, settings, ranks=ranks)
     layer_nbytes = sum(one.numel() * 4 for one in layers[0].parameters())
     options: dict[str, Any] = {"group": group, "backend": backend, "memory": memory, "usable_nbytes": lambda: 0}
     ShardedModel(model, layers, dtype=torch.float32, **options)

@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -273,7 +273,7 @@ class _Simulation:
         self._totals = totals
         filtered = len(self._ledger.take_untrained().filtered)
         return {
-            **{f"ledger/{name}": float(value) for name, value in asdict(self._ledger.counts()).items()},
+            **{f"ledger/{name}": float(value) for name, value in self._ledger.counts().items()},
             "groups/filtered_ratio": filtered / (filtered + self._config.train.batch_groups),
             "rollout/tokens_per_s": added["tokens"] / elapsed_s,
             "rollout/replicas": float(len(totals)),

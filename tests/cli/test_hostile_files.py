@@ -357,7 +357,7 @@ def test_a_ledger_of_many_prompts_is_loaded_in_whole_ranges() -> None:
     state = {**LEDGER, "next": 50_000_022, "filtered": [[0, 4], [15, 15], [22, 50_000_021]]}
     ledger = PromptLedger(groups_per_version=4, max_staleness=1, total_groups=50)
     ledger.load_state_dict(state, incarnation=1)
-    assert ledger.counts().filtered == 50_000_006 and ledger.state_of(19) == "trained"
+    assert ledger.counts()["filtered"] == 50_000_006 and ledger.state_of(19) == "trained"
     assert (ledger.state_of(22), ledger.state_of(50_000_021), ledger.state_of(12)) == ("filtered", "filtered", "owed")
     assert ledger.state_dict()["filtered"] == state["filtered"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import Sampling, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
+from hwrl.rollout import PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
 from hwrl.rollout.attempts import Attempts
 from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
 from hwrl_workflows.environments import call_maybe_async
@@ -52,7 +52,8 @@ def run(workflow: Workflow, **limits: Any) -> Any:
     settings = WorkflowSettings(group_size=1, max_samples=1, max_length=12, vocabulary=100, **limits)
     generator = WorkflowGenerator(CountingEngine(), workflow, tokenizer=None, settings=settings)
     try:
-        group = generator.start(Lengths()[2], Sampling(10), size=1)
+        group = PendingGroup(Lengths()[2], 1)
+        generator.start(group, Sampling(10))
         while generator.pending():
             generator.step()
             time.sleep(0.001)

@@ -46,7 +46,7 @@ class Examination:
         return score
 
     def start(self) -> None:
-        self.evaluator.start(lambda prompt, size: self._generator.start(prompt, Sampling(10), size=size))
+        self.evaluator.start(lambda group: self._generator.start(group, Sampling(10)))
 
     def generate(self) -> list[PendingGroup]:
         """Generate and score all that is started."""
@@ -235,7 +235,7 @@ def evaluate_even(prompts: list[Prompt], *, version: int) -> Evaluation:
     generator = WorkflowGenerator(engine, evens_only, tokenizer=None, settings=settings)
     evaluator = Evaluator(NoRewards(), skips=True)
     answer = evaluator.request(prompts)
-    evaluator.start(lambda prompt, size: generator.start(prompt, Sampling(10), size=size))
+    evaluator.start(lambda group: generator.start(group, Sampling(10)))
     try:
         while generator.pending():
             for group in generator.step():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hwrl.interfaces import Completion, GenerationRequest, Sampling
-from hwrl.rollout.generation import GroupGenerator, mean_metrics
+from hwrl.rollout.generation import GroupGenerator, PendingGroup, mean_metrics
 from tests.support.scripted_rollout import CountingEngine, Lengths
 
 
@@ -22,7 +22,8 @@ class Reversed(CountingEngine):
 
 def test_a_group_is_returned_once_with_its_last_response_and_in_the_order_of_its_requests() -> None:
     generator = GroupGenerator(Reversed(), group_size=3)
-    started = generator.start(Lengths()[0], Sampling(10), size=3)
+    started = PendingGroup(Lengths()[0], 3)
+    generator.start(started, Sampling(10))
     assert generator.step() == [] and generator.step() == []
     assert not started.is_generated
     assert generator.step() == [started]
@@ -33,7 +34,9 @@ def test_a_group_is_returned_once_with_its_last_response_and_in_the_order_of_its
 
 def test_groups_of_several_sizes_are_kept_apart() -> None:
     generator = GroupGenerator(CountingEngine(), group_size=3)
-    one, three = (generator.start(Lengths()[0], Sampling(10), size=size) for size in (1, 3))
+    one, three = (PendingGroup(Lengths()[0], size) for size in (1, 3))
+    for group in (one, three):
+        generator.start(group, Sampling(10))
     assert generator.step() == [one, three]
     assert [len(group.samples) for group in (one, three)] == [1, 3]
 
@@ -42,7 +45,7 @@ def test_room_counts_samples_and_dropping_frees_it() -> None:
     engine = CountingEngine(room=8)
     generator = GroupGenerator(engine, group_size=3)
     assert generator.room() == 8
-    generator.start(Lengths()[5], Sampling(10), size=3)
+    generator.start(PendingGroup(Lengths()[5], 3), Sampling(10))
     assert generator.room() == 5
     generator.drop()
     assert generator.room() == 8 and not engine.pending()
@@ -60,7 +63,7 @@ def test_a_prompts_own_limit_lowers_the_limit_of_the_sampling() -> None:
 
     generator = GroupGenerator(Watching(), group_size=1)
     for limit in (None, 3, 300):
-        generator.start(replace(Lengths()[0], max_new_tokens=limit), Sampling(10), size=1)
+        generator.start(PendingGroup(replace(Lengths()[0], max_new_tokens=limit), 1), Sampling(10))
     assert limits == [10, 3, 10]
 
 

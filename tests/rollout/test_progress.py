@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hwrl.interfaces import Sampling, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, PromptLease, Workflow, WorkflowGenerator, WorkflowSettings
+from hwrl.rollout import PendingGroup, PolicyClient, Prompt, PromptLease, Workflow, WorkflowGenerator, WorkflowSettings
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, steps
 
 
@@ -50,7 +50,7 @@ def begin(workflow: Workflow) -> WorkflowGenerator:
     """Return a generator with one run of ``workflow``, under lease 100."""
     settings = WorkflowSettings(group_size=1, max_samples=1, max_length=12, vocabulary=100)
     generator = WorkflowGenerator(CountingEngine(), workflow, tokenizer=None, settings=settings)
-    generator.start(Lengths()[4], Sampling(10), size=1, lease=PromptLease(100, 4, 0, 0))
+    generator.start(PendingGroup(Lengths()[4], 1, PromptLease(100, 4, 0, 0)), Sampling(10))
     return generator
 
 

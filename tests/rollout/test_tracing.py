@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import PromptGroup, Sampling, Span, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, traced
+from hwrl.rollout import PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, traced
 from hwrl.rollout.tracing import SpanLog
 from hwrl_agents import serve
 from tests.support.agents import ask
@@ -76,7 +76,8 @@ def run_each(workflow: Workflow, logs: Sequence[SpanLog | None]) -> None:
     deadline_s = time.monotonic() + 600.0
     try:
         for log in logs:
-            group = generator.start(Lengths()[1], Sampling(10), size=2, spans=log)
+            group = PendingGroup(Lengths()[1], 2, spans=log)
+            generator.start(group, Sampling(10))
             while generator.pending():
                 assert time.monotonic() < deadline_s, "it never ended"
                 generator.step()

@@ -21,6 +21,7 @@ from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Segment,
 from hwrl.rollout import (
     ChatTokens,
     LoopSettings,
+    PendingGroup,
     PolicyClient,
     Prompt,
     Rollouter,
@@ -77,7 +78,9 @@ def step_to_the_end(generator: WorkflowGenerator) -> list[Any]:
 
 
 def start(generator: WorkflowGenerator, number: int = 1, size: int = 2) -> Any:
-    return generator.start(Lengths()[number], Sampling(10), size=size)
+    group = PendingGroup(Lengths()[number], size)
+    generator.start(group, Sampling(10))
+    return group
 
 
 def test_a_trajectory_of_several_turns_has_the_engines_tokens_and_the_tools(make: Make) -> None:
@@ -104,7 +107,8 @@ def test_the_workflow_of_the_page_takes_turns_until_it_is_right(
     tokenizer = STYLES["chatml"].tokenizer()
     generator = make(names["factory"](tokenizer=tokenizer, turns=3), tokenizer=tokenizer, max_length=64)
     says_six = Prompt("", np.array([6], dtype=np.int32), answer)
-    group = generator.start(says_six, Sampling(10), size=2)
+    group = PendingGroup(says_six, 2)
+    generator.start(group, Sampling(10))
     step_to_the_end(generator)
     for row in group.trajectories:
         said = [tokenizer.decode(part.token_ids, skip_special_tokens=True) for part in row.segments[1:]]

@@ -35,9 +35,12 @@ def test_a_signal_raises_at_once_until_there_is_something_to_save(number: signal
     assert signal.getsignal(number) is before
 
 
-def test_with_a_message_the_first_signal_logs_it_and_the_second_raises() -> None:
+def test_with_a_message_the_first_signal_logs_it_and_the_second_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hwrl.run.interrupts.SAME_SIGNAL_S", 0.05)
     logged: list[str] = []
-    with Interrupts(logged.append, same_signal_s=0.05) as interrupts:
+    with Interrupts(logged.append) as interrupts:
         interrupts.defer_message = "soon"
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # as from timeout(1), which signals the process and then its group

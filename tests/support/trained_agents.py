@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hwrl.interfaces import Completion, GenerationRequest, Response, RolloutEngine, Sampling, Trajectory
-from hwrl.rollout import ChatTokens, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings
+from hwrl.rollout import ChatTokens, PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings
 from hwrl_agents import serve
 from tests.support.agents import call
 
@@ -91,7 +91,8 @@ def train_agents(
     )
     generator = WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
     try:
-        group = generator.start(Prompt("2 + 2?", np.array([1], np.int32), "4"), Sampling(40), size=samples)
+        group = PendingGroup(Prompt("2 + 2?", np.array([1], np.int32), "4"), samples)
+        generator.start(group, Sampling(40))
         deadline_s, steps = time.monotonic() + 2800.0, 0
         while generator.pending():
             assert time.monotonic() < deadline_s, "the agents never end"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hwrl.interfaces import Sampling
-from hwrl.rollout import Workflow, WorkflowGenerator, WorkflowSettings
+from hwrl.rollout import PendingGroup, Workflow, WorkflowGenerator, WorkflowSettings
 from tests.support.scripted_rollout import CountingEngine, Lengths
 from tests.support.speed import slow
 
@@ -43,4 +43,6 @@ def step_until(generator: WorkflowGenerator, condition: Callable[[], bool]) -> l
 
 
 def start(generator: WorkflowGenerator, size: int = 1) -> Any:
-    return generator.start(Lengths()[2], Sampling(10), size=size)
+    group = PendingGroup(Lengths()[2], size)
+    generator.start(group, Sampling(10))
+    return group

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Qwen3Moe
 import hwrl
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import DataError
-from hwrl.interfaces import LoraSettings
+from hwrl.interfaces import EngineSettings, LoraSettings
 from hwrl.models import build_meta_model, load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine
@@ -127,7 +127,8 @@ def load_and_measure(rank: int, directory: Path, address: str, ranks: int) -> tu
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     model, reader = open_model(directory, group=group, backend=backend)
     layers = layers_of(model)
-    memory = StateMemory.of(model, layers, dtype=torch.float32, ranks=ranks)
+    settings = EngineSettings(model_directory=directory, learning_rate=0, total_steps=1)
+    memory = StateMemory.of(model, layers, settings, ranks=ranks)
     layer = sum(parameter.numel() * 4 for parameter in layers[0].parameters())
     ShardedModel(
         model,

@@ -265,7 +265,7 @@ class RunDevices:
         ray_numbers = not local and resource in ray.get(ray.remote(num_cpus=0)(_numbered_resources).remote())
         self._group: Any = None
         if assignment.shared or together or (divided and not local and not ray_numbers):
-            self._group = reserve_together(assignment.bundles, resource, nodes=self._nodes)
+            self._group = reserve_together(assignment.bundles, resource, self._nodes)
         self._numbers: dict[int, int] = {}
         if divided and local:
             self._numbers = {device: device for device in range(assignment.devices)}
@@ -300,27 +300,21 @@ def free_nodes(resource: str) -> list[ClusterNode]:
     return [node for node in nodes if node.devices]
 
 
-def reserve_together(
-    bundles: list[tuple[int, ...]],
-    resource: str,
-    *,
-    nodes: Mapping[int, ClusterNode] | None = None,
-    timeout_s: float = RESERVE_TIMEOUT_S,
-) -> Any:
+def reserve_together(bundles: list[tuple[int, ...]], resource: str, nodes: Mapping[int, ClusterNode]) -> Any:
     """Return a placement group of ``bundles``. Blocks until Ray has reserved it.
 
-    With ``nodes``, each bundle is on the node of its first device; otherwise anywhere. Raises ConfigError if Ray cannot
-    reserve the group within ``timeout_s``.
+    Each bundle is on the node of its first device; without ``nodes`` anywhere. Raises ConfigError if Ray cannot reserve
+    the group within ``RESERVE_TIMEOUT_S``.
     """
     on_nodes = [{_NODE_LABEL: nodes[devices[0]].node_id} for devices in bundles] if nodes else None
     group = ray.util.placement_group([{resource: len(devices)} for devices in bundles], bundle_label_selector=on_nodes)
-    if not group.wait(timeout_s):
+    if not group.wait(RESERVE_TIMEOUT_S):
         ray.util.remove_placement_group(group)
         widest = max(len(devices) for devices in bundles)
         raise ConfigError(
             "the run's processes cannot be placed",
-            why=f"Ray could not reserve devices for all {len(bundles)} in {timeout_s:g} s; the largest needs {widest} "
-            "on one machine",
+            why=f"Ray could not reserve devices for all {len(bundles)} in {RESERVE_TIMEOUT_S:g} s; the largest needs "
+            f"{widest} on one machine",
             fix="reduce rollout.tensor_parallel to the number of free devices of one machine, or add machines",
         )
     return group

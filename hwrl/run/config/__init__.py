@@ -9,9 +9,8 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.rollout import EMBEDDED
 from hwrl.run.config.schema import Config
-from hwrl.run.config.train import FSDP
+from hwrl.run.config.sections import EMBEDDED, FSDP
 from hwrl.run.config.values import MOST_PROCESSES, Section
 
 __all__ = [

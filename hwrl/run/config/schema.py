@@ -11,11 +11,16 @@ from pydantic import (
 )
 
 from hwrl.interfaces import LoraSettings
-from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
-from hwrl.run.config.report import ReportConfig
-from hwrl.run.config.rollout import RolloutConfig
-from hwrl.run.config.train import FSDP, OptimizerConfig, TrainConfig
+from hwrl.run.config.sections import (
+    FSDP,
+    AlgorithmConfig,
+    CriticConfig,
+    OptimizerConfig,
+    ReportConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from hwrl.run.config.values import (
     AbsolutePath,
     Finite,

@@ -119,29 +119,27 @@ def _untrained(batch: BatchInfo) -> Metrics:
 
 def finish_traces(
     spans: Mapping[int, Sequence[Span]],
+    trained: Metrics,
     *,
     step: int,
-    version: int,
+    every: int,
     begin_unix_s: float,
     end_unix_s: float,
-    published: int | None = None,
-    sync_s: float = 0.0,
-    critic_s: float = 0.0,
 ) -> Iterator[PromptTrace]:
     """Yield the trace of each traced prompt of a step. ``spans`` has the replicas' spans by sequence number.
 
-    ``version`` is the weight version before the step, ``published`` the one that the step sent, if any. The transfer
-    took ``sync_s`` seconds, and the critic's training after it took ``critic_s``. The span ``batch`` lasts from the end
-    of the rollout to the start of the step. If the machines' clocks differ by more than this time, its length is 0.
+    One step in ``every`` sends a version of the weights. ``trained`` has the trainer's metrics of this step: how long
+    the transfer took, and the critic's training after it. The span ``batch`` lasts from the end of the rollout to the
+    start of the step. If the machines' clocks differ by more than this time, its length is 0.
     """
-    attributes = {"step": step, "version": version}
+    attributes = {"step": step, "version": (step - 1) // every}
     for number, before in spans.items():
         handed_in_unix_s = min(max(span.end_unix_s for span in before), begin_unix_s)
         after = [Span("batch", handed_in_unix_s, begin_unix_s), Span("step", begin_unix_s, end_unix_s, attributes)]
-        if published is not None:
-            sent_unix_s = end_unix_s - critic_s
-            began_unix_s = max(begin_unix_s, sent_unix_s - sync_s)
-            after.append(Span("version", began_unix_s, sent_unix_s, {"version": published}))
+        if step % every == 0:
+            sent_unix_s = end_unix_s - trained.get("timing_s/critic", 0.0)
+            began_unix_s = max(begin_unix_s, sent_unix_s - trained.get("timing_s/sync", 0.0))
+            after.append(Span("version", began_unix_s, sent_unix_s, {"version": step // every}))
         ordered = sorted(before, key=lambda span: span.begin_unix_s)
         yield PromptTrace(number, step, (*ordered, *after), attributes)
 
@@ -220,16 +218,13 @@ class StepRecorder:
             for sentence in unknown_goals(self._config.goals, self.line, eval_sets=sets):
                 self.log(sentence)
         if batch.spans:
-            every = self._config.async_training.trigger_parameter_sync_step
             traces = finish_traces(
                 batch.spans,
+                outcome.metrics,
                 step=step,
-                version=(step - 1) // every,
+                every=self._config.async_training.trigger_parameter_sync_step,
                 begin_unix_s=self._began_unix_s,
                 end_unix_s=time.time(),
-                published=None if step % every else step // every,
-                sync_s=outcome.metrics.get("timing_s/sync", 0.0),
-                critic_s=outcome.metrics.get("timing_s/critic", 0.0),
             )
             self.report.trace(list(traces))
 

@@ -34,7 +34,7 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
     assert [node.devices for node in found] == [4, 4]
     assignment = assign_devices(devices=8, ranks=4, replicas=1, tensor_parallel=4, may_share=True)
     nodes = place_on_nodes(assignment, found)
-    group = reserve_together(assignment.bundles, "CPU", nodes=nodes)
+    group = reserve_together(assignment.bundles, "CPU", nodes)
     held = ray.util.placement_group_table(group)["bundles_to_node_id"]
     assert [held[bundle] for bundle in range(5)] == [found[0].node_id] * 4 + [found[1].node_id]
     assert free_nodes("CPU") == [], "all devices are reserved"
@@ -42,12 +42,15 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
-def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: Cluster) -> None:
-    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
+def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
+    two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU", {})
     ray.util.remove_placement_group(group)
+    monkeypatch.setattr("hwrl.run.cluster.devices.RESERVE_TIMEOUT_S", 5.0)
     with pytest.raises(ConfigError, match="the largest needs 5 on one machine"):
-        reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
-    group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
+        reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", {})
+    group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU", {})  # the refused group holds nothing
     ray.util.remove_placement_group(group)
 
 
@@ -58,7 +61,7 @@ def test_a_run_waits_for_the_devices_that_an_ended_one_gives_back(
     monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
     settings = {"train": {"ranks": 6}, "rollout": {"engine": "other"}, "reward": {"function": "m:f"}, "dir": "run"}
     config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
-    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5)], "CPU")
+    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5)], "CPU", {})
     while sum(node.devices for node in free_nodes("CPU")) != 2:  # Ray shows it a moment later
         time.sleep(0.05)
     end = threading.Timer(1.0, ray.util.remove_placement_group, [group])

@@ -42,7 +42,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: None) -> None:
     lost = ActorUnavailableError("its machine is cut off", None)
     log: list[str] = []
-    monitor = ProcessMonitor(heartbeat_s=6.0, log=log.append, warn=log.append, names_hosts=True)
+    monitor = ProcessMonitor(heartbeat_s=6.0, log=lambda text, **kind: log.append(text), names_hosts=True)
     monitor.watch(
         "replica-0", cast(Any, Reachable(HeartbeatReply("host1"), *[lost] * 6, HeartbeatReply("host1"), lost))
     )
@@ -58,7 +58,7 @@ def test_an_error_instead_of_an_answer_is_silence_until_the_next_answer(looks: N
 
 def test_each_warning_of_a_process_is_logged_once_with_the_first_process_that_has_it(looks: None) -> None:
     log: list[str] = []
-    monitor = ProcessMonitor(heartbeat_s=60.0, log=log.append, warn=log.append)
+    monitor = ProcessMonitor(heartbeat_s=60.0, log=log.append)
     first, second = HeartbeatReply("h", warnings=("train: padded rows",)), HeartbeatReply("h", warnings=("a: b",))
     monitor.watch("trainer rank 0", cast(Any, Reachable(first, first, second)))
     monitor.watch("trainer rank 1", cast(Any, Reachable(first)))
@@ -97,7 +97,7 @@ def test_a_process_keeps_its_last_warnings_whoever_logs_them() -> None:
 
 def test_a_machine_is_named_on_a_cluster_only(looks: None) -> None:
     for several, named in ((True, "replica-0 on host1"), (False, "replica-0")):
-        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, warn=print, names_hosts=several)
+        monitor = ProcessMonitor(heartbeat_s=6.0, log=print, names_hosts=several)
         monitor.watch("replica-0", cast(Any, Reachable(HeartbeatReply("host1"))))
         assert monitor.locate("replica-0") == "replica-0", "before the first answer"
         monitor.update()

@@ -20,15 +20,8 @@ from hwrl.run.report.trackers import TrackerThread
 from tests.support.single_turns import join_responses
 
 SPANS = (Span("lease", 10.0, 11.0), Span("generate", 11.0, 13.0, {"sample": 0}), Span("reward", 13.0, 14.0))
-TIMES: Any = {
-    "step": 3,
-    "version": 2,
-    "begin_unix_s": 20.0,
-    "end_unix_s": 26.0,
-    "published": 3,
-    "sync_s": 1.5,
-    "critic_s": 0.5,
-}
+TRAINED = {"timing_s/sync": 1.5, "timing_s/critic": 0.5}
+TIMES: Any = {"step": 3, "every": 1, "begin_unix_s": 20.0, "end_unix_s": 26.0}
 
 
 class Traced(Tracker):
@@ -48,7 +41,7 @@ class Traced(Tracker):
 
 
 def test_a_trace_ends_with_the_wait_the_step_and_the_version() -> None:
-    (trace,) = finish_traces({7: SPANS}, **TIMES)
+    (trace,) = finish_traces({7: SPANS}, TRAINED, **TIMES)
     assert (trace.sequence_number, trace.step, trace.attributes) == (7, 3, {"step": 3, "version": 2})
     assert trace.spans[:3] == SPANS
     assert trace.spans[3:] == (
@@ -60,13 +53,13 @@ def test_a_trace_ends_with_the_wait_the_step_and_the_version() -> None:
 
 
 def test_a_step_that_sends_nothing_has_no_version() -> None:
-    (trace,) = finish_traces({7: SPANS}, **{**TIMES, "published": None})
-    assert [span.name for span in trace.spans][3:] == ["batch", "step"]
+    (trace,) = finish_traces({7: SPANS}, TRAINED, **{**TIMES, "every": 2})
+    assert [span.name for span in trace.spans][3:] == ["batch", "step"] and trace.attributes["version"] == 1
 
 
 def test_no_span_is_negative_if_a_replicas_clock_is_ahead() -> None:
     ahead = [replace(span, begin_unix_s=span.begin_unix_s + 100, end_unix_s=span.end_unix_s + 100) for span in SPANS]
-    (trace,) = finish_traces({7: ahead}, **TIMES)
+    (trace,) = finish_traces({7: ahead}, TRAINED, **TIMES)
     assert all(span.begin_unix_s <= span.end_unix_s for span in trace.spans)
 
 
@@ -108,6 +101,6 @@ def test_the_report_hands_traces_to_each_tracker(tmp_path: Path) -> None:
     run = TrackedRun("0" * 32, "sorting", tmp_path, {}, 0)
     thread = TrackerThread("mine", lambda: tracker, run, log=pytest.fail)
     report = RunReport(tmp_path, log=pytest.fail, trackers=[thread])
-    report.trace(traces := list(finish_traces({7: SPANS}, **TIMES)))
+    report.trace(traces := list(finish_traces({7: SPANS}, TRAINED, **TIMES)))
     report.close("interrupted")
     assert tracker.traces == traces
