@@ -107,24 +107,6 @@ def _why_no_streams(device_type: str) -> str:
     return ""
 
 
-def pinned_empty(device_type: str, nbytes: int) -> Any:
-    """Return new page-locked host memory, a uint8 tensor. Raises UnsupportedError if torch cannot lock memory."""
-    import torch
-
-    why = "torch returned memory that is not page-locked"
-    try:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        if not nbytes or memory.is_pinned():
-            return memory
-    except RuntimeError as exc:
-        why = str(exc).strip().partition("\n")[0]
-    raise UnsupportedError(
-        f"device {device_type!r} has no page-locked host memory",
-        why=why,
-        fix="override the backend's pinned_empty, with usual memory if copies may block",
-    )
-
-
 def fill_stream_functions(backend: Backend) -> None:
     """Add the backend's streams and events to the device's module where it lacks them: FSDP2 calls them there."""
     own: dict[str, Callable[..., Any]] = {
@@ -145,17 +127,13 @@ def _serves(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
-def _has_general_allocator() -> bool:
-    import torch
-
-    return bool(torch._C._accelerator_isAllocatorInitialized())
-
-
 def _call_accelerator(
     device_type: str, name: str, call: Callable[..., Any], own: Callable[..., Any] | None, *args: Any
 ) -> Any:
+    import torch
+
     try:
-        if own is not None and name in _SILENT and not _has_general_allocator():
+        if own is not None and name in _SILENT and not torch._C._accelerator_isAllocatorInitialized():
             return own(*args)
         return call(*args)
     except RuntimeError as exc:
