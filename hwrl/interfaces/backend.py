@@ -314,21 +314,9 @@ class Backend:
 
         Raises UnsupportedError if torch cannot lock memory for the device.
         """
-        import torch
-
         self.require(Capability.PINNED_MEMORY, needed_for="allocate page-locked host memory")
-        why = "torch returned memory that is not page-locked"
-        try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            if not nbytes or memory.is_pinned():
-                return memory
-        except RuntimeError as exc:
-            why = str(exc).strip().partition("\n")[0]
-        raise UnsupportedError(
-            f"device {self.info.device_type!r} has no page-locked host memory",
-            why=why,
-            fix="override the backend's pinned_empty, with usual memory if copies may block",
-        )
+        memory: torch.Tensor = torchapi.pinned_empty(self.info.device_type, nbytes)
+        return memory
 
     def export_memory(self, memory: torch.Tensor) -> Handle:
         """Return a JSON-able handle of ``memory``, for :meth:`open_memory` in other processes of this host.

@@ -107,6 +107,24 @@ def _why_no_streams(device_type: str) -> str:
     return ""
 
 
+def pinned_empty(device_type: str, nbytes: int) -> Any:
+    """Return new page-locked host memory, a uint8 tensor. Raises UnsupportedError if torch cannot lock memory."""
+    import torch
+
+    why = "torch returned memory that is not page-locked"
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if not nbytes or memory.is_pinned():
+            return memory
+    except RuntimeError as exc:
+        why = str(exc).strip().partition("\n")[0]
+    raise UnsupportedError(
+        f"device {device_type!r} has no page-locked host memory",
+        why=why,
+        fix="override the backend's pinned_empty, with usual memory if copies may block",
+    )
+
+
 def fill_stream_functions(backend: Backend) -> None:
     """Add the backend's streams and events to the device's module where it lacks them: FSDP2 calls them there."""
     own: dict[str, Callable[..., Any]] = {
