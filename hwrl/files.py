@@ -19,8 +19,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
 
-__all__ = ["local_path", "read_file"]
-
 LOST = errno.ESTALE
 """The ``errno`` of the error for an owned directory whose path leads elsewhere now."""
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["large_imports", "lazy_names", "names_of_face"]
-
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for ``package``, which has each name from a module inside.

@@ -16,17 +16,6 @@ from hwrl.interfaces import LoraSettings
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "adapter_name",
-    "add_adapter",
-    "base_name",
-    "described_model",
-    "require_peft",
-    "save_adapter",
-    "with_adapter",
-    "without_adapter",
-]
-
 _IN_MODEL = ".default."
 """PEFT's name of the adapter, inside the parameter names of a model. The names in a checkpoint lack it."""
 _PREFIX = "base_model.model."

@@ -15,8 +15,6 @@ from hwrl.models import require_loadable, require_no_adapter, require_present, t
 from hwrl.safetensors_files import TensorFiles, write_tensors
 from hwrl.saved_names import SavedNames
 
-__all__ = ["ModelFiles", "write_model"]
-
 
 class ModelFiles:
     """The parameters and persistent buffers of ``model``, in the safetensors files of ``directory``.

@@ -22,27 +22,6 @@ from hwrl.errors import ConfigError, DataError
 from hwrl.files import open_to_read
 from hwrl.memory import own_memory
 
-__all__ = [
-    "EAGER",
-    "attention_of",
-    "build_meta_model",
-    "build_model",
-    "load_generation_config",
-    "load_model",
-    "load_model_config",
-    "load_tokenizer",
-    "logits_at",
-    "model_identity",
-    "require_loadable",
-    "require_no_adapter",
-    "require_present",
-    "rope_changes",
-    "translated_errors",
-    "use_chat_template",
-    "use_working_experts",
-    "vocabulary_size",
-]
-
 _log = logging.getLogger("hwrl.models")
 
 EAGER = "eager"

@@ -16,8 +16,6 @@ from safetensors import safe_open
 from hwrl.errors import DataError
 from hwrl.files import replacing
 
-__all__ = ["INDEX", "SINGLE_FILE", "TensorFiles", "write_tensors"]
-
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FILE_NBYTES = 4 << 30

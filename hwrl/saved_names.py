@@ -17,8 +17,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from hwrl.errors import UnsupportedError
 from hwrl.lora import adapter_name, base_name
 
-__all__ = ["SavedNames", "saved_weights"]
-
 
 @dataclass(frozen=True)
 class _Part:

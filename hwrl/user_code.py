@@ -17,8 +17,6 @@ from typing import Any
 
 from hwrl.errors import DataError, message_of, short_repr
 
-__all__ = ["function_file", "load_function"]
-
 _loaded: dict[str, tuple[bytes, Any]] = {}
 """The modules made from sources, with their sources: two functions of one file share its module."""
 _folders: list[str] = []

@@ -10,7 +10,7 @@ import operator
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +43,23 @@ class LayoutReader(FileSystemReader):
 
     def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
         super().__init__(info.path)
-        self._info, self._entries = info, entries
+        self.info, self._entries = info, entries
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Build torch's metadata from the layout file. Raise CheckpointCorruptError if the file is malformed."""
         try:
-            return self._build(_read_layout(self._info) if self._entries is None else self._entries)
+            return self._build(_read_layout(self.info) if self._entries is None else self._entries)
         except CheckpointCorruptError:
             raise
         except (OSError, *MALFORMED) as exc:
-            raise corrupt_error(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
+            raise corrupt_error(self.info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load ``plan``. Raise ValueError if an item would unpack to more bytes than it has on the disk."""
         places = (self.storage_data[item.storage_index] for item in plan.items)
         ranges = {(at.relative_path, at.offset, at.length) for at in places}
         for name, in_file in itertools.groupby(sorted(ranges), key=operator.itemgetter(0)):
-            with open_to_read(Path(self._info.path) / name) as file:
+            with open_to_read(Path(self.info.path) / name) as file:
                 for _, start, nbytes in in_file:
                     require_stored(file, start=start, nbytes=nbytes)
         return super().read_data(plan, planner)
@@ -69,29 +69,36 @@ class LayoutReader(FileSystemReader):
         for entry in entries:
             self._check_range(entry)
             used[entry["file"]] += entry["nbytes"]
-        state, storage = build_metadata_tables(entries, all_chunks=self._info.manifest.nodes == 1)
+        state, storage = build_metadata_tables(entries, all_chunks=self.info.manifest.nodes == 1)
         for name, nbytes in used.items():  # a forged layout may name the same few bytes for many tensors
-            if nbytes > self._info.manifest.files[name].nbytes:
+            if nbytes > self.info.manifest.files[name].nbytes:
                 why = f"the entries of {LAYOUT_NAME} need {nbytes:,} bytes in {name}, which has fewer"
-                raise corrupt_error(self._info.path, why)
+                raise corrupt_error(self.info.path, why)
         return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _check_range(self, entry: Json) -> None:
         state_path_of(entry)
-        record = self._info.manifest.files.get(entry["file"])
+        record = self.info.manifest.files.get(entry["file"])
         if record is None:
             why = f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not list"
-            raise corrupt_error(self._info.path, why)
+            raise corrupt_error(self.info.path, why)
         if entry["start"] < 0 or entry["nbytes"] < 0 or entry["start"] + entry["nbytes"] > record.nbytes:
-            raise corrupt_error(self._info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
+            raise corrupt_error(self.info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
 
 
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state."""
+class PlannedLoad(DefaultLoadPlanner):
+    """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has.
 
-    def __init__(self, manifest: Manifest) -> None:
+    It is torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state.
+    """
+
+    def __init__(self, reader: LayoutReader, state: dict[str, Any], saved: Metadata) -> None:
         super().__init__()
-        self._manifest = manifest
+        self._reader = reader
+        self.set_up_planner(state, saved, is_coordinator=True)
+        reader.set_up_storage_reader(saved, is_coordinator=True)
+        self._plan = self.finish_plan(reader.prepare_local_plan(self.create_local_plan()))
+        self.unwanted = sorted(saved.state_dict_metadata.keys() - self.state_dict.keys())
 
     def create_local_plan(self) -> LoadPlan:
         """Return the plan. Nothing is loaded yet.
@@ -115,7 +122,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 unfilled[item.dest_index.fqn] -= math.prod(item.lengths)
         on_other_nodes = sorted(name for name, numel in unfilled.items() if numel > 0)
         if on_other_nodes:
-            raise _on_another_node(self._manifest, on_other_nodes)
+            raise _on_another_node(self._reader.info.manifest, on_other_nodes)
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -125,6 +132,25 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         for key in parents:
             target = target[_original_key(target, key)]
         target[_original_key(target, last)] = torch.load(value, map_location="cpu", weights_only=True)
+
+    def run(self) -> None:
+        """Fill the state in place. If this raises, a part of the state may have been overwritten.
+
+        Raises CheckpointCorruptError if the bytes do not agree with the layout, CheckpointError if the disk cannot be
+        read, and torch's OutOfMemoryError if the device has no room.
+        """
+        try:
+            self._reader.read_data(self._plan, self).wait()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exc:  # forged bytes may raise any error
+            if (broken := _find_os_error(exc)) is not None:
+                raise CheckpointError(
+                    f"the data of {self._reader.info.path.name} cannot be read",
+                    why=f"{broken.strerror}: {broken.filename or self._reader.info.path}",
+                    fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
+                ) from exc
+            raise corrupt_error(self._reader.info.path, f"its data cannot be read: {exc}") from exc
 
 
 def _original_key(target: Any, key: str | int) -> Any:
@@ -155,36 +181,6 @@ def _on_another_node(manifest: Manifest, names: list[str]) -> CheckpointError:
         fix="start the same number of ranks on the same nodes, in the same order; or join the parts of all nodes with "
         "`hwrl checkpoints join`, and give the result to all ranks",
     )
-
-
-@dataclass(frozen=True)
-class PlannedLoad:
-    """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has."""
-
-    info: CheckpointInfo
-    reader: LayoutReader
-    planner: SafeLoadPlanner
-    plan: LoadPlan
-    unwanted: list[str]
-
-    def run(self) -> None:
-        """Fill the state in place. If this raises, a part of the state may have been overwritten.
-
-        Raises CheckpointCorruptError if the bytes do not agree with the layout, CheckpointError if the disk cannot be
-        read, and torch's OutOfMemoryError if the device has no room.
-        """
-        try:
-            self.reader.read_data(self.plan, self.planner).wait()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as exc:  # forged bytes may raise any error
-            if (broken := _find_os_error(exc)) is not None:
-                raise CheckpointError(
-                    f"the data of {self.info.path.name} cannot be read",
-                    why=f"{broken.strerror}: {broken.filename or self.info.path}",
-                    fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
-                ) from exc
-            raise corrupt_error(self.info.path, f"its data cannot be read: {exc}") from exc
 
 
 def _find_os_error(exc: BaseException) -> OSError | None:
@@ -271,13 +267,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         return self._plan(state, self._saved.state_dict_metadata)
 
     def _plan(self, state: dict[str, Any], described: Mapping[str, Any]) -> PlannedLoad:
-        metadata = replace(self._saved, state_dict_metadata=dict(described))
-        planner = SafeLoadPlanner(self.info.manifest)
-        planner.set_up_planner(state, metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
-        unwanted = sorted(described.keys() - planner.state_dict.keys())
-        return PlannedLoad(self.info, self._reader, planner, plan, unwanted)
+        return PlannedLoad(self._reader, state, replace(self._saved, state_dict_metadata=dict(described)))
 
     def on_meta(self, name: str) -> torch.Tensor:
         """Return a tensor on the meta device with the shape and dtype of ``name``. No file is read."""

@@ -145,17 +145,13 @@ def _serves(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
-def _has_general_allocator() -> bool:
-    import torch
-
-    return bool(torch._C._accelerator_isAllocatorInitialized())
-
-
 def _call_accelerator(
     device_type: str, name: str, call: Callable[..., Any], own: Callable[..., Any] | None, *args: Any
 ) -> Any:
+    import torch
+
     try:
-        if own is not None and name in _SILENT and not _has_general_allocator():
+        if own is not None and name in _SILENT and not torch._C._accelerator_isAllocatorInitialized():
             return own(*args)
         return call(*args)
     except RuntimeError as exc:

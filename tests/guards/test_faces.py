@@ -39,15 +39,13 @@ def foreign_imports(source: ast.Module, *, own: str) -> Iterator[str]:
 
 
 def is_exported(name: str) -> bool:
-    """Return whether the dotted name is a package, one of hwrl's modules, or a name in the ``__all__`` of these."""
+    """Return whether the dotted name is a package, one of hwrl's modules, or a name that these export."""
     module, _, attribute = name.rpartition(".")
     if not module or (module == "hwrl" and source_of(name)):
         return True
     source = source_of(module)
     if source is None or module.count(".") > (1 if module.startswith("hwrl.") else 0):
         return False
-    if module == "hwrl.errors":
-        return not attribute.startswith("_")  # docs/errors.md lists its classes
     return attribute in (exported_names(source) or [])
 
 
@@ -68,7 +66,9 @@ def source_of(module: str) -> Path | None:
         ("import hwrl.weights.sender", False),
         ("from hwrl.models import build_model", True),
         ("from hwrl.models import Path", False),
-        ("from hwrl import environ, checkpoint", True),
+        ("from hwrl.models import _require_complete", False),
+        ("from hwrl.errors import ConfigError", True),
+        ("from hwrl import clock, checkpoint", True),
         ("from hwrl_vllm import VllmEngine", True),
         ("from hwrl_vllm.engine import VllmEngine", False),
         ("from hwrl_vllm import partial", False),

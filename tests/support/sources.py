@@ -69,12 +69,18 @@ def public_names(package: str) -> list[str]:
 def exported_names(path: Path) -> list[str] | None:
     """Return the ``__all__`` of the file as it is written; None if it is computed.
 
-    A face has no ``__all__``, or one with ``*_MODULE_OF``: it exports the names that it imports ``as`` themselves.
+    A face has no ``__all__``, or one with ``*_MODULE_OF``: it exports the names that it imports ``as`` themselves. A
+    single file exports the public names that it defines.
     """
     values: dict[str, ast.expr | None] = {}
+    defined = []
     for node in tree(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             values[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = node.value
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.append(node.name)
+    if path.stem != "__init__":
+        return [name for name in [*values, *defined] if not name.startswith("_")]
     written = values.get("__all__")
     if "__all__" not in values or "*_MODULE_OF" in ast.unparse(cast(ast.expr, written)):
         own = [] if written is None else ast.literal_eval(ast.unparse(written).replace("*_MODULE_OF", ""))

@@ -1,4 +1,4 @@
-"""The contracts of every backend, as pytest classes; import them from :mod:`hwrl.testing`."""
+"""The contracts of every backend, as pytest classes; import them from :mod:`hwrl.testing.conformance`."""
 
 import pkgutil
 
