@@ -50,8 +50,9 @@ def main(words: list[str]) -> int:
 
 def run_kit(name: str, level: str) -> Report:
     """Run the kit on backend ``name``, for the NPU on its simulation (``make test-npu`` builds it)."""
-    env, python = os.environ | {"HWRL_BACKEND": name, "OMP_NUM_THREADS": "1"}, sys.executable
+    env, python, simulated = os.environ | {"HWRL_BACKEND": name, "OMP_NUM_THREADS": "1"}, sys.executable, False
     if name == "npu" and (SIMULATION / "installed").is_file():
+        simulated = True
         env |= {"HWRL_PROBE_ROOT": str(SIMULATION / "machine"), "NPUSIM_DEVICES": "4"}
         python = str(SIMULATION / "bin/python")
     else:
@@ -66,7 +67,7 @@ def run_kit(name: str, level: str) -> Report:
         ended = subprocess.run([python, "-c", command, *words], env=env, text=True, capture_output=True, check=False)
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-            return found
+            return found | {"simulated": simulated}
     said = " ".join((ended.stdout + ended.stderr).split())[-300:]
     reason = f"the kit ended with status {ended.returncode}, without a report: {said}"
     check = {"name": "TestKit::runs", "level": Level.COMPUTE, "outcome": "failed", "reason": reason}
@@ -92,8 +93,10 @@ def table(reports: dict[str, Report]) -> Iterator[str]:
 
 
 def _title(name: str, report: Report) -> str:
-    devices = f", {report['device_count']} device(s)" if isinstance(report, dict) else ""
-    return f"{name}{' (simulated)' if name == 'npu' and devices else ''}{devices}"
+    if isinstance(report, str):
+        return name
+    simulated = ", simulated" if report.get("simulated") else ""
+    return f"{name} ({report['device_count']} device(s){simulated})"
 
 
 def _feature(check: dict[str, Any]) -> str:

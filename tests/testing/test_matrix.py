@@ -32,11 +32,10 @@ def test_a_cell_counts_outcomes_and_names_the_reasons_once() -> None:
         check("TestOffload::test_b", "skipped", "it lacks streams"),
         check("TestDeviceIpc::test_a", "skipped", "it lacks streams"),
     ]
-    lines = rows(
-        {"cpu": {"device_count": 1, "checks": first}, "npu": {"device_count": 4, "checks": []}, "xpu": "no GPU"}
-    )
+    simulated = {"device_count": 4, "simulated": True, "checks": []}
+    lines = rows({"cpu": {"device_count": 1, "checks": first}, "npu": simulated, "xpu": "no GPU"})
     assert lines == [
-        "| level | feature | cpu, 1 device(s) | npu (simulated), 4 device(s) | xpu |",
+        "| level | feature | cpu (1 device(s)) | npu (4 device(s), simulated) | xpu |",
         "|---|---|---|---|---|",
         "| device | Offload | 1 passed, 1 skipped [1] | not run | not run [2] |",
         "| device | DeviceIpc | 1 skipped [1] | not run | not run [2] |",
