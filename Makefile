@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos odd-machines release clean
+.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test soak chaos odd-machines matrix release clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -34,6 +34,8 @@ help:
 	@echo "make odd-machines  the demo's first steps on 15 odd machines (no IPv6, 64 MB of /dev/shm, a load of 20, ...), in one table"
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
 	@echo "make test-stack-openreg OPENREG=DIR  the tests on PyTorch's reference device, which you have built in DIR"
+	@echo "make test-stack-vulkan  the tests on a device from PyPI, over Mesa's driver for the processor (apt install mesa-vulkan-drivers libvulkan1)"
+	@echo "make matrix  one table of features and backends, from the conformance kit on each backend that runs here (LEVEL=rollout)"
 	@echo "make docs    the docs as a site, build/site/index.html"
 	@echo "make release wheel, source archive and release notes in dist/, checked and tried; nothing is uploaded"
 	@echo "make clean   remove .venv, .venv-* and everything that was built"
@@ -98,6 +100,10 @@ odd-machines: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 ci/stack docs mkdocs build --strict --config-file ci/docs/mkdocs.yml
 	@echo "open build/site/index.html; with search: python3 -m http.server -d build/site"
+
+LEVEL ?= rollout
+matrix: $(INSTALLED)
+	.venv/bin/python ci/matrix.py --level $(LEVEL) $(REPORTS)
 
 crash-test: $(INSTALLED)
 	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED) --start $(START) $(if $(POINT),--only $(POINT))

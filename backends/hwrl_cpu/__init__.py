@@ -24,7 +24,8 @@ from hwrl.interfaces import (
     StreamlessBackend,
     Support,
 )
-from hwrl_cpu import accelerators, heap, limits
+from hwrl_cpu import heap, limits
+from hwrl_cpu.accelerators import accelerator_signs
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from hwrl.comm import Store
     from hwrl_cpu.gloo import AbortableGroups
+
+__all__ = ["CpuBackend", "accelerator_signs"]
 
 INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", api=(1, 0), fallback=True)
 
@@ -61,7 +64,7 @@ def hwrl_backend_info() -> BackendInfo:
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     if not context.has_module("torch"):
         return ProbeResult("no", "torch is not installed")
-    found = accelerators.signs(context)
+    found = accelerator_signs(context)
     if not found:
         return ProbeResult("yes", "every machine has a CPU")
     return ProbeResult(

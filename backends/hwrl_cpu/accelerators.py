@@ -12,10 +12,9 @@ from collections import defaultdict
 from hwrl.interfaces import PciDevice, ProbeContext
 
 _AMD, _INTEL = 0x1002, 0x8086
-KFD = "dev/kfd"
-"""The device file of AMD's driver for computing."""
+_KFD = "dev/kfd"
 _DEVICE_FILES = {
-    KFD: "AMD GPU",
+    _KFD: "AMD GPU",
     "dev/mkfd": "Hygon DCU",
     "dev/accel/accel[0-9]*": "accelerator of Linux's accel class",
     "dev/accel[0-9]*": "Google TPU",
@@ -81,7 +80,7 @@ _SMALL_NBYTES = 4 << 30  # the own graphics of AMD's processors have less memory
 _TORCH_BUILD = re.compile(r"^(hip|rocm|xpu)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)  # of torch's version file
 
 
-def signs(context: ProbeContext) -> dict[str, list[str]]:
+def accelerator_signs(context: ProbeContext) -> dict[str, list[str]]:
     """Return the accelerators that this machine shows, each with its device files, PCI devices and torch builds."""
     found: dict[str, list[str]] = defaultdict(list)
     for pattern, name in _DEVICE_FILES.items():
@@ -116,7 +115,7 @@ def _is_accelerator(context: ProbeContext, device: PciDevice) -> bool:
 
 def _is_laptop_device(context: ProbeContext, file: str) -> bool:
     """Return whether ``file`` is of a laptop's NPU, or of the driver of AMD's GPUs for small graphics only."""
-    if file == f"/{KFD}":
+    if file == f"/{_KFD}":
         graphics = context.pci_devices(vendor=_AMD, base_class=_DISPLAY)
         return bool(graphics) and all(_is_small(context, device) for device in graphics)
     driver = context.root / "sys/class/accel" / os.path.basename(file) / "device/driver"

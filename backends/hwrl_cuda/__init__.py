@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from hwrl.comm import Store
 
+__all__ = ["CudaBackend", "CudaDeviceMap"]
+
 _log = logging.getLogger("hwrl.cuda")
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))

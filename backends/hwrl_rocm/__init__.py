@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import hwrl
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, BackendInfo, Capability, Finding, ProbeContext, ProbeResult, Support
-from hwrl_cpu import accelerators
+from hwrl_cpu import accelerator_signs
 from hwrl_cuda import CudaBackend, CudaDeviceMap
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 INFO = BackendInfo(
     name="rocm", device_type="cuda", description="AMD GPUs, RCCL collectives (not run on a device yet)", api=(1, 0)
 )
+_KFD = "dev/kfd"
 VISIBLE = "HIP_VISIBLE_DEVICES"
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the runtime reads these lists, too
 _AS_CUDA = Support("unverified", "the calls of backend 'cuda', which torch has for ROCm; not run on a device")
@@ -39,7 +40,7 @@ def hwrl_backend_info() -> BackendInfo:
 
 @hwrl.hookimpl
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    found = accelerators.signs(context)
+    found = accelerator_signs(context)
     devices, built = tuple(found.get("AMD GPU", ())), tuple(found.get("torch built for hip", ()))
     if other := found.get("Hygon DCU"):
         return ProbeResult("no", "this machine shows a Hygon DCU, whose torch has AMD's names, too", tuple(other))
@@ -47,10 +48,10 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
         return ProbeResult("no", "this machine or container shows no AMD GPU", built)
     if not built:
         return ProbeResult("no", "torch is not built for ROCm: install that build to use the AMD GPU", devices)
-    if not context.device_files(accelerators.KFD):
+    if not context.device_files(_KFD):
         fix = "load the driver (modprobe amdgpu), or start the container with --device /dev/kfd --device /dev/dri"
-        return ProbeResult("no", f"there is no /{accelerators.KFD}: {fix}", devices)
-    return ProbeResult("yes", f"/{accelerators.KFD} and a torch built for ROCm", devices, rank=100)
+        return ProbeResult("no", f"there is no /{_KFD}: {fix}", devices)
+    return ProbeResult("yes", f"/{_KFD} and a torch built for ROCm", devices, rank=100)
 
 
 @hwrl.hookimpl

@@ -6,7 +6,7 @@ from typing import Any
 
 import hwrl
 from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, ProbeContext, ProbeResult, Support
-from hwrl_cpu import accelerators
+from hwrl_cpu import accelerator_signs
 
 INFO = BackendInfo(
     name="xpu", device_type="xpu", description="Intel GPUs, XCCL collectives (not run on a device yet)", api=(1, 0)
@@ -29,7 +29,7 @@ def hwrl_backend_info() -> BackendInfo:
 
 @hwrl.hookimpl
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    found = accelerators.signs(context)
+    found = accelerator_signs(context)
     devices, built = tuple(found.get("Intel accelerator", ())), tuple(found.get("torch built for xpu", ()))
     files = context.device_files(_RENDER)
     if not devices and not (built and files):
