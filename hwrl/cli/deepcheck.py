@@ -21,7 +21,7 @@ from typing import Any
 from hwrl.errors import ConfigError
 from hwrl.testing.limits import scaled
 
-_STEPS = {
+STEPS = {
     "a tensor": "TestDevice and (synchronize or sees_a_device)",
     "page-locked copies": "TestPinnedMemory and copies_there_and_back",
     "memory of another process": "TestDeviceIpc and same_bytes",
@@ -52,7 +52,7 @@ def steps(name: str, *, limit_s: float = _LIMIT_S) -> Iterator[dict[str, Any]]:
 
     The outcome is ``passed``, ``failed``, ``slow`` if time ran out, or ``skipped`` if the device lacks the capability.
     """
-    for step, checks in _STEPS.items():
+    for step, checks in STEPS.items():
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             outcome, reason = _run(name, checks, Path(folder), limit_s=scaled(limit_s))
@@ -77,7 +77,7 @@ def _run(name: str, checks: str, folder: Path, *, limit_s: float) -> tuple[str, 
         finally:
             _end(child)
     if report.is_file():
-        return _summed_up(json.loads(report.read_text())["checks"])
+        return summed_up(json.loads(report.read_text())["checks"])
     last = output.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
     return "failed", f"it ended with status {status}: {' | '.join(last)}"
 
@@ -89,7 +89,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _summed_up(checks: list[dict[str, Any]]) -> tuple[str, str]:
+def summed_up(checks: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the worst outcome of ``checks``, and its reasons; if none is worse than passed, those of skipped ones."""
     outcomes = {check["outcome"] for check in checks}
     worst = next(one for one in ("failed", "slow", "passed", "skipped") if one in outcomes)

@@ -15,7 +15,7 @@ from hwrl.cli import doctor as doctor_command
 from hwrl.errors import ConfigError
 from hwrl.testing.conformance import CommContract
 from hwrl.testing.suites import backend as suite
-from tests.cli.test_doctor import HOST, doctor, install
+from tests.support.card import HOST, doctor, install
 
 TENSOR = "TestDevice and synchronize"
 ANSWERS: dict[str, tuple[str, str, str]] = {
@@ -36,7 +36,7 @@ def test_a_step_says_how_it_ended(device: str, tmp_path: Path, monkeypatch: pyte
     install(tmp_path, create=create)
     monkeypatch.syspath_prepend(str(tmp_path))
     goes_on = {"the next step": TENSOR} if outcome == "slow" else {}
-    monkeypatch.setattr(deepcheck, "_STEPS", {"a tensor": TENSOR} | goes_on)
+    monkeypatch.setattr(deepcheck, "STEPS", {"a tensor": TENSOR} | goes_on)
     monkeypatch.setenv("HWRL_TIMEOUT_SCALE", "1")
     ended = list(deepcheck.steps("card", limit_s=5.0 if outcome == "slow" else 600.0))
     assert [step["step"] for step in ended] == ["a tensor", *goes_on]
@@ -53,7 +53,7 @@ def test_each_step_selects_checks_of_the_kit() -> None:
         for method in dir(contract)
         if method.startswith("test_")
     ]
-    for step, checks in deepcheck._STEPS.items():
+    for step, checks in deepcheck.STEPS.items():
         words = {word for word in re.findall(r"\w+", checks) if word not in ("and", "or", "not")}
         unknown = [word for word in words if not any(word.lower() in name for name in names)]
         assert not unknown, f"{step} selects nothing by {unknown}"
@@ -79,7 +79,7 @@ def test_a_step_of_several_checks_has_the_worst_outcome(chosen: list[tuple[str, 
         {"name": f"TestIt::test_{number}", "outcome": outcome, "reason": reason}
         for number, (outcome, reason) in enumerate(chosen)
     ]
-    assert deepcheck._summed_up(checks) == said
+    assert deepcheck.summed_up(checks) == said
 
 
 def test_without_pytest_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_without_pytest_the_error_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("outcome", "last"), [("failed", "a run would fail there"), ("slow", "a check took too long")])
 def test_the_report_ends_with_what_the_steps_mean(outcome: str, last: str) -> None:
     step = {"step": "an abort", "outcome": outcome, "reason": "it hangs", "seconds": 300.0}
-    report: dict[str, Any] = {"hwrl": "1", "backends": [], "load_failures": [], "versions": {}, "environment": {}, "chosen": None}
-    lines = "\n".join(doctor_command._lines({**report, "why": "", "ok": False, "deep": [step]}))
+    report: dict[str, Any] = {"hwrl": "1", "backends": [], "load_failures": [], "versions": {}, "environment": {}}
+    lines = "\n".join(doctor_command._lines({**report, "chosen": None, "why": "", "ok": False, "deep": [step]}))
     assert re.search(rf"an abort +{outcome} +300\.0 s  it hangs(.|\n)*NOT ok: {last}", lines)
 
 
@@ -101,4 +101,4 @@ def test_the_host_passes_every_step() -> None:
     ended = doctor("--deep", "--json", choose="cpu")
     found = json.loads(ended.stdout)
     assert ended.returncode == 0, ended.stderr
-    assert {step["step"]: step["outcome"] for step in found["deep"]} == dict.fromkeys(deepcheck._STEPS, "passed")
+    assert {step["step"]: step["outcome"] for step in found["deep"]} == dict.fromkeys(deepcheck.STEPS, "passed")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hwrl.errors import MemoryStateError
+from hwrl.interfaces import InlineStream
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
-from hwrl_cpu.inline import InlineStream
 
 BACKEND = CpuBackend(INFO)
 WIDTH = 512  # one weight is 1 MiB
