@@ -422,23 +422,20 @@ class Trainers:
         Raises the error of a rank. Raises TrainerDiedError if a rank died, even if another rank failed first as a
         consequence, and also after ``limit_s`` seconds. ``key`` is the setting that has this limit.
         """
-        self.is_busy = self._set_up_done
-        try:
-            return self._gather_all(answers, limit_s=limit_s, key=key)
-        finally:
-            self.is_busy = False
-
-    def _gather_all(self, answers: list[Answer[Any]], *, limit_s: float | None, key: str) -> list[Any]:
         pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
         timeout = Timeout(limit_s)
         # Not strict, because some calls go to rank 0 alone.
         names = {answer: self._monitor.locate(name) for answer, name in zip(answers, self._devices.ranks, strict=False)}
-        while pending:
-            if timeout.is_over():
-                raise TrainerDiedError(f"a rank did not answer a call within {key}={limit_s:g} s")
-            for answer in self._watch(pending):
-                pending.remove(answer)
-                self._raise_cause(answer, pending, names)
+        self.is_busy = self._set_up_done
+        try:
+            while pending:
+                if timeout.is_over():
+                    raise TrainerDiedError(f"a rank did not answer a call within {key}={limit_s:g} s")
+                for answer in self._watch(pending):
+                    pending.remove(answer)
+                    self._raise_cause(answer, pending, names)
+        finally:
+            self.is_busy = False
         return [value_of(answer) for answer in answers]
 
     def _raise_cause(self, answer: Answer[Any], pending: list[Answer[Any]], names: dict[Answer[Any], str]) -> None:
