@@ -33,7 +33,6 @@ from hwrl.run.remote import (
     why_died,
 )
 from hwrl.run.replicas import Replicas
-from hwrl.run.report import EventLog
 from hwrl.run.run_directory import record_replicas
 from hwrl.run.scaling import answer_request, pending_request
 from hwrl.run.trainer import TrainerRank
@@ -61,7 +60,7 @@ class Fleet:
     call ``trainers.restart``. If the ledger dies, a call raises EngineError, and the run must end.
     """
 
-    def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
+    def __init__(self, config: Config, *, inputs: RunInputs, log: Callable[..., None]) -> None:
         self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
         self._lock = read_lock(config.dir)
         # On a cluster, other machines must reach the store. Without one, no other machine may reach it.
