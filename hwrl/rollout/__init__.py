@@ -79,11 +79,9 @@ if TYPE_CHECKING:
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
     from hwrl.rollout.workflow import Workflow as Workflow
-    from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
     from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
     from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
     from hwrl.rollout.workflow import load_workflow as load_workflow
-    from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = names_of_face(__name__)
 __all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings

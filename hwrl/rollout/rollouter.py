@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import DataError
@@ -19,6 +18,7 @@ from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
 from hwrl.rollout.leases import LeaseQueue, LedgerClient
 from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout.prompt_order import PromptStream
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.tracing import SpanLog
 from hwrl.rollout.weight_updater import WeightUpdater
@@ -27,12 +27,6 @@ _RETRY_S = 1.0
 """The wait between a failed transfer of requested weights and the next request."""
 SLEEPS_AFTER_S = 0.2
 """Idle time before an engine sleeps. A sleep and a wake together take about as long."""
-
-
-class PromptSource(Protocol):
-    """Prompts by sequence number. Raises DataError if there is none; then the prompt has failed."""
-
-    def __getitem__(self, sequence_number: int) -> Prompt: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +60,10 @@ class LoopSettings:
 class Rollouter:
     """Drives one engine. :meth:`step` is one round of the loop; :meth:`run` repeats it until it is told to stop.
 
-    A prompt starts when the engine has the weights that its lease asks for. Weights of a new incarnation of the trainer
-    end all unfinished work: leased prompts are dropped, an evaluation starts again. ``rewards`` scores finished
-    groups, and ``generator`` makes them on ``engine`` (default: single turns); :meth:`run` closes both. Progress on the
-    leases is reported to the ledger every ``report_interval_s``.
+    A prompt starts when the engine has the weights that its lease asks for. One that cannot be read has failed.
+    Weights of a new incarnation of the trainer end all unfinished work: leased prompts are dropped, an evaluation
+    starts again. ``rewards`` scores finished groups, and ``generator`` makes them on ``engine`` (default: single
+    turns); :meth:`run` closes both. Progress on the leases is reported to the ledger every ``report_interval_s``.
 
     One thread calls ``step``, ``run`` and ``stats``; any thread may call ``evaluate``, ``leave`` and ``step_s``.
     """
@@ -80,7 +74,7 @@ class Rollouter:
         *,
         weights: WeightUpdater,
         ledger: LedgerClient,
-        prompts: PromptSource,
+        prompts: PromptStream,
         rewards: Scorer,
         settings: LoopSettings,
         generator: SampleGenerator | None = None,

@@ -41,22 +41,17 @@ class WeightUpdater(Protocol):
         ...
 
 
-class ConnectBase(Protocol):
-    """Joins the link of base models. Without ``newest`` it gets later ones only."""
-
-    def __call__(self, *, newest: bool = True) -> ModelLink: ...
-
-
 class AdapterUpdater:
     """Loads adapters into ``engine``, and their base model whenever the engine lacks it.
 
-    ``connect`` joins the link of adapters, POLICY. ``connect_base`` joins the link of base models, POLICY_BASE; a
-    replica is its member only while the engine lacks the base. So the sender sees from the members whether to send the
-    base, and the link needs no memory at other times. If an adapter arrives before its base, it waits for the base.
+    ``connect`` joins the link of adapters, POLICY. ``connect_base`` joins the link of base models, POLICY_BASE; with
+    ``newest=False`` it gets later ones only. A replica is its member only while the engine lacks the base. So the
+    sender sees from the members whether to send the base, and the link needs no memory at other times. If an adapter
+    arrives before its base, it waits for the base.
     """
 
     def __init__(
-        self, engine: RolloutEngine, *, connect: Callable[[], RetryingReceiver], connect_base: ConnectBase
+        self, engine: RolloutEngine, *, connect: Callable[[], RetryingReceiver], connect_base: Callable[..., ModelLink]
     ) -> None:
         self._engine, self._connect_base = engine, connect_base
         # Join the link of bases first: for the sender, a member of POLICY alone has the base.

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -58,16 +58,8 @@ Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Se
 """Makes one sample of a prompt: one trajectory, or several."""
 
 
-class WorkflowFactory(Protocol):
-    """Makes a replica's workflow. It is called once; ``options`` are the run's ``rollout.workflow_options``."""
-
-    def __call__(self, *, tokenizer: Any, **options: Any) -> Workflow:
-        """Return the workflow."""
-        ...
-
-
 def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, source: bytes | None = None) -> Workflow:
-    """Return the workflow that the factory at ``target`` makes with ``options``.
+    """Return the workflow that the factory at ``target`` makes with ``tokenizer`` and ``options`` as keywords.
 
     ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError if the factory cannot be loaded, or
     makes no workflow.
@@ -84,13 +76,6 @@ def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, so
             fix="correct the options, or the factory",
         ) from exc
     return workflow  # type: ignore[no-any-return] # the user's; its results are checked
-
-
-async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
-    """Return a trajectory of one response, as a run without a workflow does. An example for other workflows."""
-    trajectory = client.begin(prompt.token_ids)
-    await trajectory.generate()
-    return trajectory.finish()
 
 
 @dataclass(frozen=True, kw_only=True)

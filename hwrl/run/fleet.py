@@ -33,7 +33,6 @@ from hwrl.run.remote import (
     why_died,
 )
 from hwrl.run.replicas import Replicas
-from hwrl.run.report import EventLog
 from hwrl.run.run_directory import record_replicas
 from hwrl.run.scaling import answer_request, pending_request
 from hwrl.run.trainer import TrainerRank
@@ -61,7 +60,7 @@ class Fleet:
     call ``trainers.restart``. If the ledger dies, a call raises EngineError, and the run must end.
     """
 
-    def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
+    def __init__(self, config: Config, *, inputs: RunInputs, log: Callable[..., None]) -> None:
         self._config, self._inputs, self._backend, self._log = config, inputs, get_backend(), log
         self._lock = read_lock(config.dir)
         # On a cluster, other machines must reach the store. Without one, no other machine may reach it.
@@ -422,23 +421,20 @@ class Trainers:
         Raises the error of a rank. Raises TrainerDiedError if a rank died, even if another rank failed first as a
         consequence, and also after ``limit_s`` seconds. ``key`` is the setting that has this limit.
         """
-        self.is_busy = self._set_up_done
-        try:
-            return self._gather_all(answers, limit_s=limit_s, key=key)
-        finally:
-            self.is_busy = False
-
-    def _gather_all(self, answers: list[Answer[Any]], *, limit_s: float | None, key: str) -> list[Any]:
         pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
         timeout = Timeout(limit_s)
         # Not strict, because some calls go to rank 0 alone.
         names = {answer: self._monitor.locate(name) for answer, name in zip(answers, self._devices.ranks, strict=False)}
-        while pending:
-            if timeout.is_over():
-                raise TrainerDiedError(f"a rank did not answer a call within {key}={limit_s:g} s")
-            for answer in self._watch(pending):
-                pending.remove(answer)
-                self._raise_cause(answer, pending, names)
+        self.is_busy = self._set_up_done
+        try:
+            while pending:
+                if timeout.is_over():
+                    raise TrainerDiedError(f"a rank did not answer a call within {key}={limit_s:g} s")
+                for answer in self._watch(pending):
+                    pending.remove(answer)
+                    self._raise_cause(answer, pending, names)
+        finally:
+            self.is_busy = False
         return [value_of(answer) for answer in answers]
 
     def _raise_cause(self, answer: Answer[Any], pending: list[Answer[Any]], names: dict[Answer[Any], str]) -> None:

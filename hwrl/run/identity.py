@@ -89,7 +89,7 @@ class RunInputs:
         file = self.files[key]
         if not _is_collection(key, file.path):
             return self.read(key)
-        if not _is_same(key, file.path, file, large_nbytes=0):
+        if not _is_same(key, file.path, file):
             raise _changed(key, file.path, "its content has changed")
         return None
 
@@ -110,19 +110,19 @@ class RunInputs:
         return self.read(key) if file is not None and file.path.suffix == ".py" else None
 
     @contextmanager
-    def unchanged(self, role: Role, *, large_nbytes: int = LARGE_NBYTES) -> Iterator[None]:
+    def unchanged(self, role: Role) -> Iterator[None]:
         """Check the files of ``role`` before and after the block. Prompts are not among them: see :meth:`read_data`.
 
-        Raises InputChangedError if a file has changed since the run started. A file above ``large_nbytes`` may be
+        Raises InputChangedError if a file has changed since the run started. A file above ``LARGE_NBYTES`` may be
         accepted without a hash: see the module's docstring.
         """
-        self._compare(role, large_nbytes)
+        self._compare(role)
         try:
             yield
         finally:
-            self._compare(role, large_nbytes)
+            self._compare(role)
 
-    def _compare(self, role: Role, large_nbytes: int) -> None:
+    def _compare(self, role: Role) -> None:
         expected = {key: file for key, file in self.files.items() if _reads(role, key)}
         existing = {key: path for key, path in _find_files(self.config).items() if _reads(role, key)}
         for key, path in existing.items():
@@ -132,7 +132,7 @@ class RunInputs:
             if key not in existing:
                 raise _changed(key, file.path, "it no longer exists")
         with ThreadPoolExecutor(_HASH_THREADS) as threads:
-            same = list(threads.map(lambda key: _is_same(key, existing[key], expected[key], large_nbytes), expected))
+            same = list(threads.map(lambda key: _is_same(key, existing[key], expected[key]), expected))
         for key, is_same in zip(expected, same, strict=True):
             if not is_same:
                 raise _changed(key, existing[key], "its content has changed")
@@ -272,12 +272,12 @@ def _is_collection(key: str, path: Path) -> bool:
     return key.startswith((TRAIN, EVAL)) and (path.is_dir() or str(path).startswith(HUB))
 
 
-def _is_same(key: str, path: Path, file: InputFile, large_nbytes: int) -> bool:
+def _is_same(key: str, path: Path, file: InputFile) -> bool:
     try:
         if _is_collection(key, path):
             return digest_rows(path) == file.sha256
         stamp = _stamp(path)
-        return (stamp == file.stamp and path.stat().st_size > large_nbytes) or _digest(key, path) == file.sha256
+        return (stamp == file.stamp and path.stat().st_size > LARGE_NBYTES) or _digest(key, path) == file.sha256
     except OSError as exc:
         raise _changed(key, path, f"it cannot be read: {exc.strerror}") from exc
 

@@ -57,7 +57,7 @@ class RunLoop:
 
     def __init__(self, config: Config, view: PlainView | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
-        self._recorder = StepRecorder(config, devices=fleet.device_counts, log=view.log)
+        self._recorder = StepRecorder(config, log=view.log)
         self._progress = Progress(config, fleet, self._recorder, interrupts)
         self._evaluations = Evaluations(config, fleet, self._recorder, interrupts)
         self._status: RunStatus = "finished"

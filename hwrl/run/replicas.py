@@ -28,7 +28,6 @@ from hwrl.run.remote import (
     why_ended,
 )
 from hwrl.run.replica import Replica
-from hwrl.run.report import EventLog
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -125,7 +124,7 @@ class Replicas:
         setup_of: Callable[[str], ProcessSetup],
         seed: int,
         withdraw: Callable[[str], None],
-        log: EventLog,
+        log: Callable[..., None],
     ) -> None:
         self._config, self._devices, self._ledger, self._monitor = config, devices, ledger, monitor
         self._setup_of, self._seed, self._withdraw = setup_of, seed, withdraw

@@ -145,12 +145,8 @@ class ShardedModel:
         missing = torch.tensor([not each for each in fits], dtype=torch.float32, device=backend.device())
         group.all_reduce(missing, op="max")
         weights_miss, both_miss = missing.tolist()
-        self.keep_whole(weights=not weights_miss, gradients=not both_miss)
-
-    def keep_whole(self, *, weights: bool, gradients: bool) -> None:
-        """Keep whole weights, and whole gradients, between the passes of a step. All ranks must choose the same."""
-        self.keeps_weights, self.keeps_gradients = weights, gradients
-        if weights:
+        self.keeps_weights, self.keeps_gradients = not weights_miss, not both_miss
+        if self.keeps_weights:
             self.model.set_reshard_after_forward(False)
 
     @property

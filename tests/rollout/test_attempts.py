@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import Response, Trajectory
-from hwrl.rollout import PolicyClient, Prompt, single_turn
+from hwrl.rollout import PolicyClient, Prompt
 from tests.support.speed import slow
-from tests.support.workflow_runs import generator_of, start, step_until, wait_until
+from tests.support.workflow_runs import generator_of, single_turn, start, step_until, wait_until
 
 
 class Stuck:

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from hwrl.interfaces import Sampling, Trajectory
-from hwrl.rollout import PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings, single_turn
+from hwrl.rollout import PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings
 from hwrl.rollout.attempts import Attempts
 from hwrl.rollout.call_threads import Caller, CallThreads, current_caller
 from hwrl_workflows.environments import call_maybe_async
 from tests.support.scripted_rollout import CountingEngine, Lengths
 from tests.support.speed import slow
+from tests.support.workflow_runs import single_turn
 
 WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 

@@ -28,12 +28,12 @@ from hwrl.rollout import (
     Workflow,
     WorkflowGenerator,
     WorkflowSettings,
-    single_turn,
 )
 from hwrl.rollout.generation import mean_metrics
 from tests.support.chat_models import STYLES
 from tests.support.scripted_rollout import CountingEngine, Desk, InlineScorer, Lengths, Updater, step_until
 from tests.support.speed import slow
+from tests.support.workflow_runs import single_turn
 
 Make = Callable[..., WorkflowGenerator]
 PAGE = Path(__file__).parents[2] / "docs" / "workflows.md"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hwrl.rollout import PolicyClient, Prompt, Workflow, single_turn
-from tests.support.workflow_runs import generator_of, start, step_until, wait_until
+from hwrl.rollout import PolicyClient, Prompt, Workflow
+from tests.support.workflow_runs import generator_of, single_turn, start, step_until, wait_until
 
 
 async def cancels_itself(client: PolicyClient, prompt: Prompt) -> Any:

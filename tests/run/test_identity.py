@@ -186,17 +186,15 @@ def read_nbytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_an_unchanged_large_file_is_not_read_again(config: Config) -> None:
+def test_an_unchanged_large_file_is_not_read_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     weights_nbytes = (config.model.path / "model.safetensors").stat().st_size
+    monkeypatch.setattr("hwrl.run.identity.LARGE_NBYTES", weights_nbytes - 1)
     inputs, before = identify_inputs(config), read_nbytes()
-    with inputs.unchanged("trainer", large_nbytes=weights_nbytes - 1):
+    with inputs.unchanged("trainer"):
         pass
     assert read_nbytes() - before < weights_nbytes
     spoil_the_weights(config)
-    with (
-        pytest.raises(InputChangedError, match="safetensors changed"),
-        inputs.unchanged("trainer", large_nbytes=weights_nbytes - 1),
-    ):
+    with pytest.raises(InputChangedError, match="safetensors changed"), inputs.unchanged("trainer"):
         pass
 
 

@@ -11,7 +11,17 @@ import numpy as np
 import torch
 
 from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, Response, RolloutEngine, Sampling
-from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardFunction, Rollouter, Scorer, Scores
+from hwrl.rollout import (
+    LoopSettings,
+    Prompt,
+    PromptLease,
+    PromptStream,
+    Reward,
+    RewardFunction,
+    Rollouter,
+    Scorer,
+    Scores,
+)
 from hwrl.rollout.reward import ToScore, score
 
 
@@ -106,8 +116,10 @@ class Updater:
         return {}
 
 
-class Lengths:
+class Lengths(PromptStream):
     """Prompt n asks for a response of n + 1 tokens."""
+
+    def __init__(self) -> None: ...
 
     def __getitem__(self, sequence_number: int) -> Prompt:
         return Prompt(str(sequence_number), np.array([sequence_number + 1], dtype=np.int32), sequence_number)

@@ -7,10 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hwrl.interfaces import Sampling
-from hwrl.rollout import PendingGroup, Workflow, WorkflowGenerator, WorkflowSettings
+from hwrl.interfaces import Sampling, Trajectory
+from hwrl.rollout import PendingGroup, PolicyClient, Prompt, Workflow, WorkflowGenerator, WorkflowSettings
 from tests.support.scripted_rollout import CountingEngine, Lengths
 from tests.support.speed import slow
+
+
+async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
+    """Return a trajectory of one response, as a run without a workflow does."""
+    trajectory = client.begin(prompt.token_ids)
+    await trajectory.generate()
+    return trajectory.finish()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def modes(rank: int, model_directory: Path, address: str) -> list[dict[str, Any]
         if not weights:
             engine = without_whole_weights(model_directory, group)
         assert engine.sharded is not None
-        engine.sharded.keep_whole(weights=weights, gradients=gradients)
+        engine.sharded.keeps_gradients = gradients
         results.append(steps(engine, rank))
     if group is not None:
         group.close()

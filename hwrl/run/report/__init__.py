@@ -4,7 +4,7 @@ from hwrl.run.report.records import Metrics, read_lines
 from hwrl.run.report.run_report import METRICS, MODEL_DIRECTORY, PROMPTS, RunReport, read_metrics
 from hwrl.run.report.samples import SAMPLES, Sample, pick_samples
 from hwrl.run.report.steps import StepRates, StepRecorder
-from hwrl.run.report.views import EVENTS, EventLog, PlainView, RecordedView, make_view
+from hwrl.run.report.views import EVENTS, PlainView, RecordedView, make_view
 
 __all__ = [
     "EVENTS",
@@ -12,7 +12,6 @@ __all__ = [
     "MODEL_DIRECTORY",
     "PROMPTS",
     "SAMPLES",
-    "EventLog",
     "Metrics",
     "PlainView",
     "RecordedView",

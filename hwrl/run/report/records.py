@@ -46,12 +46,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             yield end, _parse(text) if is_whole else None
 
 
-def is_line_of_metrics(record: dict[str, Any]) -> bool:
-    """Return whether all values of ``record`` are numbers that a float can hold, and its time is finite."""
-    numbers = all(type(value) is float or (type(value) is int and abs(value) < _MAX_INT) for value in record.values())
-    return numbers and math.isfinite(record.get("time_s", 0.0))
-
-
 def read_records(path: Path, *, last_step: float = math.inf) -> tuple[list[Any], list[int]]:
     """Return the records of ``path`` up to ``last_step``, sorted by step, and the numbers of damaged lines.
 
@@ -139,5 +133,11 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Return whether ``record`` is a line of metrics, or one of trained prompts."""
-    return isinstance(record.get("sequence_numbers"), list) or ("time_s" in record and is_line_of_metrics(record))
+    """Return whether ``record`` is one of trained prompts, or a line of metrics.
+
+    The values of a line of metrics are numbers that a float can hold, and its time is finite.
+    """
+    if isinstance(record.get("sequence_numbers"), list):
+        return True
+    numbers = all(type(value) is float or (type(value) is int and abs(value) < _MAX_INT) for value in record.values())
+    return numbers and math.isfinite(record.get("time_s", math.nan))

@@ -30,14 +30,11 @@ COUNTS = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
 class StepRates:
     """Turns the replicas' running totals into metrics of the time since the last step.
 
-    ``history`` has the lines of the run before a resume. ``devices`` is the number of devices of each side; update it
-    when replicas have joined or left.
+    ``history`` has the lines of the run before a resume.
     """
 
-    def __init__(
-        self, history: list[Metrics], *, devices: DeviceCounts, now: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.devices, self._now = devices, now
+    def __init__(self, history: list[Metrics], *, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._last_totals: dict[str, dict[str, float]] = {}
         self._window: deque[Metrics] = deque(maxlen=WINDOW_STEPS)
         self._rollout_idle_ratio = 0.0
@@ -60,8 +57,11 @@ class StepRates:
         if not self._last_totals:
             self.start_clock()
 
-    def metrics(self, trained: Metrics, batch: BatchInfo) -> Metrics:
-        """Return the rates since the last call. ``trained`` has the trainer's metrics of the step on ``batch``."""
+    def metrics(self, trained: Metrics, batch: BatchInfo, *, devices: DeviceCounts) -> Metrics:
+        """Return the rates since the last call. ``trained`` has the trainer's metrics of the step on ``batch``.
+
+        ``devices`` has the number of devices of each side.
+        """
         now_s = self._now()
         elapsed_s, self._last_s = max(now_s - self._last_s, 1e-9), now_s
         rollout = self._added_since_last(batch.replicas)
@@ -83,11 +83,11 @@ class StepRates:
         }
         if not self._recovered:
             metrics["perf/step_s"] = elapsed_s
-            metrics["perf/tokens_per_s_per_device"] = trained["response/tokens"] / elapsed_s / self.devices.distinct
+            metrics["perf/tokens_per_s_per_device"] = trained["response/tokens"] / elapsed_s / devices.distinct
         self._recovered = False
         if busy_s := _busy_s(rollout):
             per_replica = rollout.get("tokens", 0.0) / busy_s
-            metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / self.devices.rollout
+            metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / devices.rollout
         self._window.append({**trained, **metrics})
         shares = busy_shares(self._window)
         return metrics if shares is None else {**metrics, "perf/bottleneck": shares.code}
@@ -150,10 +150,10 @@ class StepRecorder:
     Use :attr:`report` for what is not a finished step.
     """
 
-    def __init__(self, config: Config, *, devices: DeviceCounts, log: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, *, log: Callable[[str], None]) -> None:
         self._config, self.log = config, log
         self._opened: RunReport | None = None
-        self._rates = StepRates([], devices=devices)
+        self._rates = StepRates([])
         self._has_goals_checked = False
 
     @property
@@ -202,8 +202,8 @@ class StepRecorder:
                 f"; {len(batch.untrained.failed) - 1} more failed as well" if len(batch.untrained.failed) > 1 else ""
             )
             self.log(f"prompt {number} failed and is skipped ({reason}){others}")
-        self._rates.devices = fleet.device_counts
-        rates = {**self._rates.metrics(outcome.metrics, batch), BATCH_WAIT: self._waited_s}
+        rates = self._rates.metrics(outcome.metrics, batch, devices=fleet.device_counts)
+        rates[BATCH_WAIT] = self._waited_s
         rates["rollout/deaths"] = float(fleet.replicas.deaths.total())
         self.report.add(
             step,

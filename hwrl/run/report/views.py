@@ -10,7 +10,7 @@ import sys
 import time
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from hwrl import __version__
 from hwrl.errors import with_notes
@@ -45,13 +45,6 @@ class PlainView:
             print(printable(text), file=self._stream, flush=True)
         except OSError:
             discard(self._stream)
-
-
-class EventLog(Protocol):
-    """A function that logs a line of text as an event of some kind."""
-
-    def __call__(self, text: str, /, *, kind: EventKind = "note") -> None:
-        """Log ``text``."""
 
 
 class RecordedView:

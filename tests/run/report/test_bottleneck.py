@@ -53,29 +53,30 @@ def test_shares_are_of_the_whole_time_of_the_lines_and_lines_without_it_do_not_c
 
 def test_each_line_has_the_speed_of_a_device_and_the_bottleneck_of_the_last_steps() -> None:
     now_s, seconds = 0.0, 0.0
-    rates = StepRates([], devices=DeviceCounts(4, 5), now=lambda: now_s)
+    rates = StepRates([], now=lambda: now_s)
     trained = {"response/tokens": 300.0, "timing_s/wait": 8.0, "timing_s/train": 2.0}
     for step in range(1, 4):
         now_s, seconds = step * 10.0, step * 9.0
         replicas = {name: {"tokens": step * 400.0, "idle_s": step, "generate_s": seconds} for name in ("a", "b")}
-        metrics = rates.metrics(trained, BatchInfo([], {}, replicas))
+        metrics = rates.metrics(trained, BatchInfo([], {}, replicas), devices=DeviceCounts(4, 5))
     assert metrics["perf/step_s"] == 10.0
     assert metrics["perf/tokens_per_s_per_device"] == pytest.approx(300 / 10 / 5)
     assert metrics["perf/rollout_tokens_per_s_per_device"] == pytest.approx(800 / 9 / 4)
     assert metrics["perf/bottleneck"] == 1.0
-    quiet = rates.metrics(trained, BatchInfo([], {}, replicas))
+    quiet = rates.metrics(trained, BatchInfo([], {}, replicas), devices=DeviceCounts(4, 5))
     assert "perf/rollout_tokens_per_s_per_device" not in quiet, "no replica has reported since"
 
 
 def test_undone_steps_and_a_recovery_count_neither_for_the_bottleneck_nor_for_a_step() -> None:
     now_s = 0.0
-    rates = StepRates([], devices=DeviceCounts(1, 2), now=lambda: now_s)
+    rates = StepRates([], now=lambda: now_s)
 
     def step(at_s: float, *, generate_s: float, train_s: float) -> Metrics:
         nonlocal now_s
         now_s = at_s
         trained = {"response/tokens": 300.0, "timing_s/wait": 10.0 - train_s, "timing_s/train": train_s}
-        return rates.metrics(trained, BatchInfo([], {}, {"a": {"idle_s": at_s - generate_s, "generate_s": generate_s}}))
+        batch = BatchInfo([], {}, {"a": {"idle_s": at_s - generate_s, "generate_s": generate_s}})
+        return rates.metrics(trained, batch, devices=DeviceCounts(1, 2))
 
     assert step(10.0, generate_s=9.0, train_s=1.0)["perf/bottleneck"] == 1.0
     rates.go_back([])

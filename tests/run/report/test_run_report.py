@@ -219,14 +219,15 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
         return BatchInfo([], {"trained": 1}, {"a": totals, "b": {**totals, "tokens": 0.0}})
 
     trained = {"response/tokens": 10.0, "timing_s/wait": 1.0, "timing_s/train": 3.0}
-    rates = StepRates([{"response/tokens_total": 1000.0}], devices=DeviceCounts(2, 3))
-    rates.metrics(trained, batch(100, 1.0, 1.0))
-    metrics = rates.metrics(trained, batch(150, 1.5, 2.5))
+    rates = StepRates([{"response/tokens_total": 1000.0}])
+    devices = DeviceCounts(2, 3)
+    rates.metrics(trained, batch(100, 1.0, 1.0), devices=devices)
+    metrics = rates.metrics(trained, batch(150, 1.5, 2.5), devices=devices)
     assert metrics["rollout/idle_ratio"] == pytest.approx(0.25)
     assert metrics["trainer/idle_ratio"] == pytest.approx(0.25)
     assert metrics["rollout/tokens_per_s"] == pytest.approx(5 * metrics["trainer/tokens_per_s"], rel=1e-6)
     assert metrics["response/tokens_total"] == 1020
-    quiet = rates.metrics(trained, batch(150, 1.5, 2.5))
+    quiet = rates.metrics(trained, batch(150, 1.5, 2.5), devices=devices)
     assert quiet["rollout/idle_ratio"] == metrics["rollout/idle_ratio"], "no replica has reported since"
 
 
@@ -239,7 +240,8 @@ def test_the_prompts_settled_without_training_are_in_the_line_and_in_the_metrics
     assert first == {"step": 1, "sequence_numbers": [1, 3], "filtered": [0, 4], "failed": {"2": "no judge"}}
     assert second == {"step": 2, "sequence_numbers": [5, 6]}
     batch = BatchInfo([1, 3], {"filtered": 2, "failed": 1}, {}, untrained)
-    metrics = StepRates([], devices=DeviceCounts(1, 1)).metrics({"response/tokens": 1.0, "timing_s/wait": 1.0}, batch)
+    trained = {"response/tokens": 1.0, "timing_s/wait": 1.0}
+    metrics = StepRates([]).metrics(trained, batch, devices=DeviceCounts(1, 1))
     assert {name: value for name, value in metrics.items() if name.startswith("groups/")} == {
         "groups/filtered": 2.0,
         "groups/filtered_ratio": 0.5,
