@@ -22,9 +22,11 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hwrl.environ import variable
 from hwrl.errors import HwrlError
 from hwrl.testing.limits import scaled
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _started = threading.Event()  # set when the fork server starts; it forks each rank
 _preloaded = ["hwrl.testing.uncollected", "torch.distributed.tensor", "hwrl.comm"]
 _GRACE_S = 5.0  # after a rank failed, the time for the others to report: they often wait for the failed one
@@ -170,12 +172,13 @@ def _forking_context() -> Any:
     """Return a multiprocessing context with a fork server, which has imported torch and the :func:`preload` modules.
 
     This saves seconds per child. The server loads no device library, because those do not survive a fork. So torch's
-    autoloading of extensions is off in the server (:mod:`hwrl.testing.uncollected`), and each child does it.
+    autoloading of extensions is off in the server, and each child does it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     _started.set()
-    forkserver.ensure_running()
+    with variable(_AUTOLOAD, "0"):
+        forkserver.ensure_running()
     return context
 
 

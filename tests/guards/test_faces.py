@@ -68,7 +68,7 @@ def source_of(module: str) -> Path | None:
         ("from hwrl.models import Path", False),
         ("from hwrl.models import _require_complete", False),
         ("from hwrl.errors import ConfigError", True),
-        ("from hwrl import clock, checkpoint", True),
+        ("from hwrl import environ, checkpoint", True),
         ("from hwrl_vllm import VllmEngine", True),
         ("from hwrl_vllm.engine import VllmEngine", False),
         ("from hwrl_vllm import partial", False),
