@@ -36,19 +36,16 @@ hookimpl = pluggy.HookimplMarker("hwrl")
 @hookspec(firstresult=True)
 def hwrl_backend_info() -> BackendInfo:
     """Return the backend's identity. Must import only hwrl and the standard library."""
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     """Return whether the backend can run here, and why. Must take only milliseconds and import no torch."""
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_create_backend() -> Backend:
     """Return the backend. May import torch and the vendor's library. A process creates at most one."""
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -66,7 +63,6 @@ def hwrl_process_env(
     index among the driver's (on a cluster, among those of the worker's machine); hwrl makes only these visible. Empty
     if Ray chooses them.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -75,7 +71,6 @@ def hwrl_bootstrap(framework: str) -> None:
 
     hwrl calls it on the chosen backend's plugin, once, in the process that will import the framework.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -89,7 +84,6 @@ def hwrl_engine_args(
     variables that the framework reads. A user's option that contradicts an argument is refused. Raise ConfigError if
     the environment, the settings, or an option cannot go with the device.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -98,13 +92,11 @@ def hwrl_kernels() -> Kernels | None:
 
     May import torch and the vendor's library. hwrl calls it once per train engine, on the chosen backend's plugin.
     """
-    raise NotImplementedError
 
 
 @hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     """Yield lines for ``hwrl doctor`` about this device's environment. The limits of a probe apply. Optional."""
-    raise NotImplementedError
 
 
 @hookspec
@@ -115,7 +107,6 @@ def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
     are the user's options for it. Raise the same errors as the engine's own hook. The limits of a probe apply: no
     torch, milliseconds.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -127,7 +118,6 @@ def hwrl_train_engine(
     ``group``, a ``hwrl.comm.Group``, holds the training ranks; None for a single rank. hwrl calls it once per
     process. Raise ConfigError for an unknown option or model, EngineError if the framework is not installed.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -137,7 +127,6 @@ def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], b
     hwrl calls it once per process, in a process of its own for generation. Raise ConfigError for an unknown option or
     model, EngineError if the framework is not installed.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -150,7 +139,6 @@ def hwrl_engine_memory(
     for one worker (``ranks`` is 1). Each process has a device of ``device_nbytes``. Read the model's configuration
     only: there may be no device and no framework. It may take seconds. Raise the same errors as the engine's own hook.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -159,7 +147,6 @@ def hwrl_commands() -> Iterable[Command]:
 
     Called by ``hwrl --help``, and for every command not built in. Must take only milliseconds and import no torch.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -170,4 +157,3 @@ def hwrl_tracker(options: Mapping[str, Any]) -> Tracker:
     ``hwrl train``. Import the tracker's library in :meth:`~hwrl.interfaces.Tracker.start`. Raise ConfigError for an
     unknown option, EngineError if the library is not installed.
     """
-    raise NotImplementedError

@@ -20,7 +20,7 @@ from hwrl.memory.guards import Guards, lenders, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.part import Copies, OffloadablePart
 from hwrl.memory.pool import PinnedPool
-from hwrl.memory.storages import NamedTensors, local_tensor, model_tensors, optimizer_tensors
+from hwrl.memory.storages import local_tensor, model_tensors, optimizer_tensors
 
 _log = logging.getLogger(__name__)
 _BATCH_NBYTES = 256 << 20  # copying a batch takes several times as long as the fingerprints of the next one
@@ -77,7 +77,7 @@ class Offloader:
         self._optimizer = OffloadablePart(
             "optimizer",
             self._backend,
-            functools.partial(_optimizer_tensors, optimizer),
+            functools.partial(optimizer_tensors, optimizer),
             Guards("optimizer", model, optimizer, self._lending),
             batch_nbytes=batch_nbytes,
             excluding=find_parameters,
@@ -273,10 +273,6 @@ class Offloader:
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _kept: list[Offloader] = []
-
-
-def _optimizer_tensors(optimizer: object) -> NamedTensors:
-    return optimizer_tensors(optimizers_in(optimizer))
 
 
 @contextlib.contextmanager

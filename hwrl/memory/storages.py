@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwrl.errors import MemoryStateError
-from hwrl.memory.guards import Offloaded, OffloadedTensor
+from hwrl.memory.guards import Offloaded, OffloadedTensor, optimizers_in
 
 _PLAIN = (torch.Tensor, nn.Parameter, Buffer, Offloaded, OffloadedTensor)
 _NO_STATE = (type, FunctionType, ModuleType, nn.Module, Optimizer)
@@ -67,14 +67,14 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the optimizers' states, and their parameters."""
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        for state in list(optimizer.state.values()):
+def optimizer_tensors(optimizer: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the states of ``optimizer``, one of torch or a wrapper around some, and their parameters."""
+    for one in optimizers_in(optimizer):
+        kind = type(one).__name__
+        for state in list(one.state.values()):
             yield from _tensors_in(state, f"{kind}.state", set())
         # Some may be the optimizer's own float32 copies. Callers exclude the model's parameters.
-        for group in optimizer.param_groups:
+        for group in one.param_groups:
             yield from ((f"{kind}.param_groups", parameter) for parameter in group["params"])
 
 

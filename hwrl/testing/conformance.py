@@ -64,7 +64,7 @@ def run_kit(
     for ``-k``. ``timeout_scale`` multiplies all time limits. Raises ConfigError if nothing is selected, HwrlError if
     pytest itself fails. Child processes find the backend by its name, so its package must be installed.
     """
-    suite = _SUITES / subject.kind.suite
+    suite = _SUITES / f"{subject.kind.value.replace('-', '_')}.py"
     with contextlib.suppress(HwrlError):  # the fork server runs already: the checks only take longer
         preload("pytest", f"hwrl.testing.suites.{suite.stem}")
     plugin = _KitPlugin(subject, backend, level)

@@ -35,8 +35,3 @@ class Kind(StrEnum):
     TRAIN_ENGINE = "train-engine"
     ROLLOUT_ENGINE = "rollout-engine"
     TRANSPORT = "transport"
-
-    @property
-    def suite(self) -> str:
-        """The file with the kind's checks, in ``hwrl/testing/suites``."""
-        return self.value.replace("-", "_") + ".py"
