@@ -34,7 +34,7 @@ second number is for devices where the host only launches operations.
 
 One CPU core takes 0.1 ms for the operations of a range. It reads 2 MiB in 0.15 ms (measured with the demo: 512 rows,
 two key-value heads of size 32). A host launches them in about 50 us. A fast device reads 128 MiB in that time (an
-estimate; docs/benchmarks.md has measured steps).
+estimate).
 """
 
 

@@ -31,7 +31,7 @@ from hwrl.output import printable
 from hwrl.rollout import PromptLedger
 from hwrl.rollout.ledger_state import count_prompts
 from hwrl.run.config import RUN_HEADER, dump_config, load_config
-from hwrl.run.report import RunReport
+from hwrl.run.report.run_report import RunReport
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_report import build_page
 from hwrl_simulate.calibration import calibrate, read_run

@@ -11,7 +11,7 @@ import pytest
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, with_notes
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.report import RunReport
+from hwrl.run.report.run_report import RunReport
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, Kind, WatchedDisk, read_trace, why_unavailable
 from tests.crash.power import Power, survivals

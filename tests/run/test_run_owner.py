@@ -17,7 +17,8 @@ from hwrl.errors import HwrlError, RunDirectoryError, with_notes
 from hwrl.files import make_directory
 from hwrl.run.config import Config, parse_config
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.report import PlainView, RecordedView, RunReport
+from hwrl.run.report import PlainView, RecordedView
+from hwrl.run.report.run_report import RunReport
 from hwrl.run.report.trackers import tracked_run
 from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import answer_request

@@ -17,7 +17,8 @@ from hwrl.errors import ConfigError
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import parse_config
-from hwrl.run.report import EVENTS, read_lines
+from hwrl.run.report import read_lines
+from hwrl.run.report.views import EVENTS
 from hwrl.run.scaling import answer_request, pending_request
 from tests.support.numbered import INFO, NumberedBackend
 from tests.support.train_run import HWRL, Run, trained_prompts

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from hwrl.run.report import EVENTS, PROMPTS, SAMPLES
+from hwrl.run.report import PROMPTS
+from hwrl.run.report.samples import SAMPLES
+from hwrl.run.report.views import EVENTS
 from hwrl_report import build_page
 from tests.support.plugin_files import install_plugin
 from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, sent

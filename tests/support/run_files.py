@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from hwrl.run.report import EVENTS, METRICS, SAMPLES
+from hwrl.run.report import METRICS
+from hwrl.run.report.samples import SAMPLES
+from hwrl.run.report.views import EVENTS
 
 ATTACK = "</pre></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 HOSTILE = f"{ATTACK}\ud800\x00&amp;"

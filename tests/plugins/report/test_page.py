@@ -16,7 +16,9 @@ import pytest
 from hwrl.checkpoint import DirectoryLock
 from hwrl.cli import main
 from hwrl.errors import RunDirectoryError
-from hwrl.run.report import EVENTS, METRICS, PROMPTS, SAMPLES
+from hwrl.run.report import METRICS, PROMPTS
+from hwrl.run.report.samples import SAMPLES
+from hwrl.run.report.views import EVENTS
 from hwrl_report import build_page
 from hwrl_report.columns import BUCKETS, MetricColumns, read_columns, thin_out
 from hwrl_report.sample_list import choose_samples

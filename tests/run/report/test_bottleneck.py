@@ -9,8 +9,9 @@ import pytest
 from hwrl.run.cluster.placement import DeviceCounts, assign_devices
 from hwrl.run.config import load_config
 from hwrl.run.ledger import BatchInfo
-from hwrl.run.report import Metrics, StepRates
+from hwrl.run.report import Metrics
 from hwrl.run.report.bottleneck import busy_shares
+from hwrl.run.report.steps import StepRates
 from hwrl.run.report.summary import summarise
 
 

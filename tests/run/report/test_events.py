@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.run.report import EVENTS, PlainView, RecordedView, read_lines
+from hwrl.run.report import PlainView, RecordedView, read_lines
+from hwrl.run.report.views import EVENTS
 
 
 def log_a_run(directory: Path) -> None:

@@ -20,7 +20,9 @@ from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config, load_config
 from hwrl.run.ledger import BatchInfo
-from hwrl.run.report import METRICS, PROMPTS, PlainView, RunReport, StepRates, read_metrics
+from hwrl.run.report import METRICS, PROMPTS, PlainView, read_metrics
+from hwrl.run.report.run_report import RunReport
+from hwrl.run.report.steps import StepRates
 from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hwrl.interfaces import Ints, PromptGroup, Response, Segment, Trajectory
-from hwrl.run.report import SAMPLES, RunReport, pick_samples, read_lines
-from hwrl.run.report.samples import MAX_CHARS
+from hwrl.run.report import read_lines
+from hwrl.run.report.run_report import RunReport
+from hwrl.run.report.samples import MAX_CHARS, SAMPLES, pick_samples
 from tests.support.single_turns import join_responses
 
 METRICS_OF_A_STEP = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0}

@@ -14,7 +14,7 @@ import pytest
 from hwrl.interfaces import PromptGroup, PromptTrace, Response, RunStatus, Span, TrackedRun, Tracker
 from hwrl.run.config import parse_config
 from hwrl.run.ledger import BatchInfo, LedgerActor
-from hwrl.run.report import RunReport
+from hwrl.run.report.run_report import RunReport
 from hwrl.run.report.steps import finish_traces
 from hwrl.run.report.trackers import TrackerThread
 from tests.support.single_turns import join_responses

@@ -15,7 +15,7 @@ import pytest
 from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
 from hwrl.run.config import Config, load_config
-from hwrl.run.report import RunReport
+from hwrl.run.report.run_report import RunReport
 from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
 from hwrl_trackers.tensorboard import TensorboardTracker
 
