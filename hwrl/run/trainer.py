@@ -97,7 +97,7 @@ class TrainerRank:
         algorithm = build.build_algorithm(config, inputs)
         self._engines = build.build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy
-        slab_mib = config.weights.update_weights_bucket_megabytes
+        bucket_mib = config.weights.update_weights_bucket_megabytes
 
         def connect(name: str) -> WeightSender:
             return WeightSender(
@@ -106,7 +106,7 @@ class TrainerRank:
                 name=name,
                 transport=transport,
                 senders=senders,
-                slab_nbytes=None if slab_mib is None else slab_mib << 20,
+                bucket_nbytes=None if bucket_mib is None else bucket_mib << 20,
                 versions=1 if name == POLICY_BASE else 3,
                 timeout_s=timeout_s,
             )

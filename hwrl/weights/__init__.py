@@ -10,7 +10,7 @@ travel by a transport. One round of a version::
     PROPOSAL   version, layout hash, receivers -->
                                                <-- READY
     START      go, or withdrawn                -->
-    transfer   slabs, then checksums           ==> compare the checksums
+    transfer   buckets, then checksums           ==> compare the checksums
                                                <-- VOTE      whole, corrupt, torn, failed
     DECISION   committed, again or given up    -->
 
@@ -22,7 +22,7 @@ The objects on the way, from the user's call to the memory:
 
 - Sender: :class:`WeightSender` → ``SenderLink`` (what stays between versions) → ``Transaction`` (one version) →
   :class:`SenderRound` (one attempt) → a :class:`TransportSender`, which reads the :class:`WeightSource` by a
-  :class:`TensorReader` and packs slabs into a :class:`SlabRing`.
+  :class:`TensorReader` and packs buckets into a :class:`BucketRing`.
 - Receiver: :class:`WeightReceiver` → :class:`LinkRegistrations` (JOIN, READY, START) →
   ``WeightIntake`` (the bytes, VOTE and DECISION of one member) → :class:`ReceiverRound` (one attempt) → a
   :class:`TransportReceiver`, which fills a :class:`Destination`.
@@ -33,6 +33,9 @@ Nothing here authenticates anybody. Any process with a connection to the store c
 the store itself keeps strangers out (:mod:`hwrl.comm`).
 """
 
+from hwrl.weights.buckets import BucketRing as BucketRing
+from hwrl.weights.buckets import Checksums as Checksums
+from hwrl.weights.buckets import TensorReader as TensorReader
 from hwrl.weights.copy_destination import CopyDestination as CopyDestination
 from hwrl.weights.copy_destination import CopyRule as CopyRule
 from hwrl.weights.copy_destination import whole_rules as whole_rules
@@ -60,10 +63,7 @@ from hwrl.weights.registrations import LinkRegistrations as LinkRegistrations
 from hwrl.weights.report import StageClock as StageClock
 from hwrl.weights.report import TransferReport as TransferReport
 from hwrl.weights.sender import WeightSender as WeightSender
-from hwrl.weights.sender import slab_sizes as slab_sizes
-from hwrl.weights.slabs import Checksums as Checksums
-from hwrl.weights.slabs import SlabRing as SlabRing
-from hwrl.weights.slabs import TensorReader as TensorReader
+from hwrl.weights.sender import bucket_sizes as bucket_sizes
 from hwrl.weights.source import AHEAD_NBYTES as AHEAD_NBYTES
 from hwrl.weights.source import WeightShard as WeightShard
 from hwrl.weights.source import WeightSource as WeightSource

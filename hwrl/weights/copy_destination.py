@@ -13,9 +13,9 @@ import torch
 
 from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import Backend
+from hwrl.weights.buckets import INTEGERS, BucketLease, BucketRing
 from hwrl.weights.destination import RING_NBYTES, ring_slots
-from hwrl.weights.layout import Entry, Slab, WeightLayout
-from hwrl.weights.slabs import INTEGERS, SlabLease, SlabRing
+from hwrl.weights.layout import Bucket, Entry, WeightLayout
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _CopyBlock(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """The copy of a block to ``target``, a view of a rule's target. Its elements begin at byte ``at`` of the slab."""
+    """The copy of a block to ``target``, a view of a rule's target. Its elements begin at byte ``at`` of the bucket."""
 
     target: torch.Tensor
     at: int
@@ -55,12 +55,12 @@ class _Copy(NamedTuple):
 
 
 @dataclass
-class _SlabCopies:
-    """The copies of one slab, in groups for batched calls."""
+class _BucketCopies:
+    """The copies of one bucket, in groups for batched calls."""
 
     groups: list[list[_Copy]]
     direct: torch.Tensor | None
-    """The targets' memory, if the slab can be received directly into it."""
+    """The targets' memory, if the bucket can be received directly into it."""
 
     def __post_init__(self) -> None:
         self.targets = [[copy.target for copy in group] for group in self.groups]
@@ -69,8 +69,8 @@ class _SlabCopies:
 class CopyDestination:
     """A destination of the receiver's own tensors. Each rule copies its elements to its target.
 
-    A slab is received directly into its targets if they are in memory as in the slab. Otherwise it is received into a
-    ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and copied from there in batches: copies between
+    A bucket is received directly into its targets if they are in memory as in the bucket. Otherwise it is received into
+    a ring of at most ``buckets`` buckets and ``ring_nbytes`` bytes, and copied from there in batches: copies between
     contiguous memory in one batch, copies of slices in another. This is planned once, when the destination is made.
     ``constants`` are pairs of a tensor and the value of all its elements, filled in for each version. Raises
     LayoutMismatchError if a rule does not fit its tensor.
@@ -82,7 +82,7 @@ class CopyDestination:
         rules: Iterable[CopyRule],
         *,
         backend: Backend,
-        slabs: int = 8,
+        buckets: int = 8,
         ring_nbytes: int = RING_NBYTES,
         constants: Sequence[tuple[torch.Tensor, float]] = (),
         tensors: Mapping[str, torch.Tensor] | None = None,
@@ -90,9 +90,9 @@ class CopyDestination:
         self.tensors: Mapping[str, torch.Tensor] = tensors or {}
         self._constants, self._device = constants, backend.device()
         by_entry = _rules_by_entry(layout, rules, backend.device())
-        self._copies = [self._plan(layout, slab, by_entry) for slab in layout.slabs]
-        self.slots: int | None = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
-        self._ring = SlabRing(layout, backend=backend, slabs=self.slots)
+        self._copies = [self._plan(layout, bucket, by_entry) for bucket in layout.buckets]
+        self.slots: int | None = ring_slots(layout.largest_bucket_nbytes, buckets=buckets, ring_nbytes=ring_nbytes)
+        self._ring = BucketRing(layout, backend=backend, buckets=self.slots)
 
     @classmethod
     def into(
@@ -101,7 +101,7 @@ class CopyDestination:
         targets: Mapping[str, torch.Tensor],
         *,
         backend: Backend,
-        slabs: int = 8,
+        buckets: int = 8,
         ring_nbytes: int = RING_NBYTES,
     ) -> CopyDestination:
         """Return a destination of whole tensors, ``targets``, with the names, shapes and dtypes of the sent ones."""
@@ -109,19 +109,24 @@ class CopyDestination:
             _check_target(entry, targets.get(entry.name))
         tensors = {entry.name: targets[entry.name].detach() for entry in layout.entries}
         return cls(
-            layout, whole_rules(layout, tensors), backend=backend, slabs=slabs, ring_nbytes=ring_nbytes, tensors=tensors
+            layout,
+            whole_rules(layout, tensors),
+            backend=backend,
+            buckets=buckets,
+            ring_nbytes=ring_nbytes,
+            tensors=tensors,
         )
 
     def begin(self) -> None:
-        """Do nothing: slabs overwrite the targets as they arrive."""
+        """Do nothing: buckets overwrite the targets as they arrive."""
 
-    def memory_for(self, index: int) -> SlabLease:
+    def memory_for(self, index: int) -> BucketLease:
         """Return the memory of the targets, or a slot of the ring."""
         direct = self._copies[index].direct
-        return self._ring.lease(index) if direct is None else SlabLease(index, direct)
+        return self._ring.lease(index) if direct is None else BucketLease(index, direct)
 
-    def unpack(self, lease: SlabLease) -> None:
-        """Copy a slab from the ring to its targets."""
+    def unpack(self, lease: BucketLease) -> None:
+        """Copy a bucket from the ring to its targets."""
         if not lease.copied:
             return
         copies = self._copies[lease.index]
@@ -139,20 +144,20 @@ class CopyDestination:
         """Do nothing: the next version overwrites all targets."""
 
     def release(self) -> None:
-        """Free the ring. No slab may be under way; the next slab allocates the ring again."""
+        """Free the ring. No bucket may be under way; the next bucket allocates the ring again."""
         self._ring.release()
 
-    def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
+    def _plan(self, layout: WeightLayout, bucket: Bucket, rules: Mapping[int, Sequence[CopyRule]]) -> _BucketCopies:
         copies: list[_Copy] = []
-        for piece in slab.pieces:
+        for piece in bucket.pieces:
             dtype = layout.entries[piece.entry].dtype
             begin, end = piece.start // dtype.itemsize, (piece.start + piece.nbytes) // dtype.itemsize
             shift = piece.at // dtype.itemsize - begin
             for rule in rules.get(piece.entry, ()):
                 for block in _blocks_of(rule, begin, end):
                     copies.append(_copy_of(block, rule.target, dtype, shift))
-        direct = _direct_memory(layout, slab, copies, self._device)
-        return _SlabCopies([] if direct is not None else _grouped(copies), direct)
+        direct = _direct_memory(layout, bucket, copies, self._device)
+        return _BucketCopies([] if direct is not None else _grouped(copies), direct)
 
 
 def _rules_by_entry(layout: WeightLayout, rules: Iterable[CopyRule], device: torch.device) -> dict[int, list[CopyRule]]:
@@ -232,7 +237,7 @@ def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: 
 
 
 def _copy_of(block: _CopyBlock, target: torch.Tensor, dtype: torch.dtype, shift: int) -> _Copy:
-    """Return the copy of ``block``; ``shift`` is the slab's element number minus the tensor's."""
+    """Return the copy of ``block``; ``shift`` is the bucket's element number minus the tensor's."""
     shape, stride = [dim[0] for dim in block.dims], tuple(dim[1] for dim in block.dims)
     view = target.detach().as_strided(shape, [dim[2] for dim in block.dims], block.target)
     if target.dtype == dtype:  # copy as integers, because a batched copy of small floats may change the bits of a NaN
@@ -255,7 +260,7 @@ def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
     return list(groups.values())
 
 
-def _sources(copies: _SlabCopies, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+def _sources(copies: _BucketCopies, memory: torch.Tensor) -> list[list[torch.Tensor]]:
     """Return the elements of each group as views of a slot's ``memory``."""
     return [
         [
@@ -267,27 +272,27 @@ def _sources(copies: _SlabCopies, memory: torch.Tensor) -> list[list[torch.Tenso
 
 
 def _direct_memory(
-    layout: WeightLayout, slab: Slab, copies: Sequence[_Copy], device: torch.device
+    layout: WeightLayout, bucket: Bucket, copies: Sequence[_Copy], device: torch.device
 ) -> torch.Tensor | None:
-    """Return the slab as memory of its targets; None if that differs from the slab or has bytes of other tensors."""
+    """Return the bucket as memory of its targets; None if that differs from it or has bytes of other tensors."""
     if not copies or not all(map(_is_plain, copies)):
         return None
     ordered = sorted(copies, key=lambda copy: copy.at)
     storage = ordered[0].target.untyped_storage()
     begin = _first_byte(ordered[0].target) - ordered[0].at
     ends = [0, *(copy.at + copy.target.nbytes for copy in ordered)]
-    if ends[-1] != slab.nbytes or ordered[0].at or begin < 0 or (storage.data_ptr() + begin) % 8:
+    if ends[-1] != bucket.nbytes or ordered[0].at or begin < 0 or (storage.data_ptr() + begin) % 8:
         return None  # the checksum reads 64-bit words
     for copy in ordered:
         same = copy.target.untyped_storage().data_ptr() == storage.data_ptr()
         if not same or _first_byte(copy.target) - copy.at != begin:
             return None
-    owns_gaps = storage.nbytes() == layout.nbytes and begin == slab.offset
+    owns_gaps = storage.nbytes() == layout.nbytes and begin == bucket.offset
     gaps = [copy.at - end for copy, end in zip(ordered, ends, strict=False)]
-    if min(gaps) < 0 or (max(gaps) > 0 and not (owns_gaps and len(copies) == len(slab.pieces))):
+    if min(gaps) < 0 or (max(gaps) > 0 and not (owns_gaps and len(copies) == len(bucket.pieces))):
         return None
     memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device)
-    return memory.set_(storage, begin, (slab.nbytes,), (1,))
+    return memory.set_(storage, begin, (bucket.nbytes,), (1,))
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -9,23 +9,23 @@ import torch
 
 from hwrl.comm import raw_bytes
 from hwrl.interfaces import Backend
+from hwrl.weights.buckets import BucketLease, BucketRing
 from hwrl.weights.layout import NamedTensor, WeightLayout, view_bytes
-from hwrl.weights.slabs import SlabLease, SlabRing
 
 RING_NBYTES = 1 << 30
 """The default limit for the memory of a receiver's ring."""
 
 
 class Destination(Protocol):
-    """Where a receiver puts the tensors of one layout, slab by slab.
+    """Where a receiver puts the tensors of one layout, bucket by bucket.
 
-    For each version the receiver calls ``begin``, then ``memory_for`` and ``unpack`` for each slab, then ``finish`` or
-    ``cancel``. If a stored version fails and the one before replaces it, ``begin`` comes again with neither between.
+    For each version the receiver calls ``begin``, then ``memory_for`` and ``unpack`` for each bucket, then ``finish``
+    or ``cancel``. If a stored version fails and the one before replaces it, ``begin`` comes again with neither between.
     ``memory_for`` and ``unpack`` queue work on the current stream; ``unpack`` also blocks while a loader does.
     """
 
     slots: int | None
-    """How many slabs a transport may queue ahead; None means any number."""
+    """How many buckets a transport may queue ahead; None means any number."""
 
     tensors: Mapping[str, torch.Tensor]
     """The newest version's tensors, in the sender's order; empty if a loader takes them."""
@@ -33,11 +33,11 @@ class Destination(Protocol):
     def begin(self) -> None:
         """Prepare for a version. From here on the version before is lost, unless there is memory for two."""
 
-    def memory_for(self, index: int) -> SlabLease:
-        """Return the memory to receive slab ``index`` into. Slabs come in order."""
+    def memory_for(self, index: int) -> BucketLease:
+        """Return the memory to receive bucket ``index`` into. Buckets come in order."""
 
-    def unpack(self, lease: SlabLease) -> None:
-        """Copy a received slab to its tensors, if it is not in their memory already."""
+    def unpack(self, lease: BucketLease) -> None:
+        """Copy a received bucket to its tensors, if it is not in their memory already."""
 
     def finish(self) -> None:
         """Complete the version. All its bytes have arrived and were verified."""
@@ -50,23 +50,23 @@ DestinationFactory = Callable[[WeightLayout], Destination]
 """Makes the destination for a layout's versions. Raises LayoutMismatchError if a tensor has no destination."""
 
 
-def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) -> int:
-    """Return the number of slots in a receiver's ring: at most ``slabs``, within ``ring_nbytes``, and at least one."""
-    return max(1, min(slabs, ring_nbytes // max(slab_nbytes, 1)))
+def ring_slots(bucket_nbytes: int, *, buckets: int, ring_nbytes: int = RING_NBYTES) -> int:
+    """Return the number of slots in a receiver's ring: at most ``buckets``, within ``ring_nbytes``, at least one."""
+    return max(1, min(buckets, ring_nbytes // max(bucket_nbytes, 1)))
 
 
-def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
+def ring_nbytes_of(layout: WeightLayout, *, buckets: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
     """Return the most bytes of the ring of a receiver with ``into`` or a loader. A double buffer has no ring."""
-    largest = layout.largest_slab_nbytes
-    return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))
+    largest = layout.largest_bucket_nbytes
+    return largest * min(len(layout.buckets), ring_slots(largest, buckets=buckets, ring_nbytes=ring_nbytes))
 
 
 class FlatVersion:
-    """Memory for one version on ``device``, in the order of the layout, with its slabs and tensors as views."""
+    """Memory for one version on ``device``, in the order of the layout, with its buckets and tensors as views."""
 
     def __init__(self, layout: WeightLayout, device: torch.device) -> None:
         flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self.slabs = [flat[slab.offset : slab.offset + slab.nbytes] for slab in layout.slabs]
+        self.buckets = [flat[bucket.offset : bucket.offset + bucket.nbytes] for bucket in layout.buckets]
         self.tensors: Mapping[str, torch.Tensor] = layout.views(flat)
 
 
@@ -85,13 +85,13 @@ class DoubleBuffer:
         """Allocate the spare version, if it is not allocated yet."""
         self._spare = self._spare or FlatVersion(self._layout, self._device)
 
-    def memory_for(self, index: int) -> SlabLease:
-        """Return the slab's memory in the spare version."""
+    def memory_for(self, index: int) -> BucketLease:
+        """Return the bucket's memory in the spare version."""
         assert self._spare is not None, "begin was not called"
-        return SlabLease(index, self._spare.slabs[index])
+        return BucketLease(index, self._spare.buckets[index])
 
-    def unpack(self, lease: SlabLease) -> None:
-        """Do nothing: slabs are received in place."""
+    def unpack(self, lease: BucketLease) -> None:
+        """Do nothing: buckets are received in place."""
 
     def finish(self) -> None:
         """Make the spare version the newest."""
@@ -113,7 +113,7 @@ class TensorLoader(Protocol):
         """
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Take whole tensors, in the order of the slabs. The loader owns them; nothing overwrites them."""
+        """Take whole tensors, in the order of the buckets. The loader owns them; nothing overwrites them."""
 
     def finish(self) -> None:
         """Complete the version. All its tensors were loaded."""
@@ -125,9 +125,9 @@ class TensorLoader(Protocol):
 class TensorStream:
     """Gives tensors to ``loader`` as they arrive, each in its own memory.
 
-    It holds a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and the tensors of which only a part has
-    arrived; the loader owns the others. A tensor with slabs of its own is received directly into its memory. The loader
-    works on the stream that is current when this is made.
+    It holds a ring of at most ``buckets`` buckets and ``ring_nbytes`` bytes, and the tensors of which only a part has
+    arrived; the loader owns the others. A tensor with buckets of its own is received directly into its memory. The
+    loader works on the stream that is current when this is made.
     """
 
     tensors: Mapping[str, torch.Tensor] = {}
@@ -138,12 +138,12 @@ class TensorStream:
         loader: TensorLoader,
         *,
         backend: Backend,
-        slabs: int = 8,
+        buckets: int = 8,
         ring_nbytes: int = RING_NBYTES,
     ) -> None:
         self._layout, self._loader, self._backend = layout, loader, backend
-        self.slots: int | None = ring_slots(layout.largest_slab_nbytes, slabs=slabs, ring_nbytes=ring_nbytes)
-        self._ring = SlabRing(layout, backend=backend, slabs=self.slots)
+        self.slots: int | None = ring_slots(layout.largest_bucket_nbytes, buckets=buckets, ring_nbytes=ring_nbytes)
+        self._ring = BucketRing(layout, backend=backend, buckets=self.slots)
         self._stream = backend.current_stream()
         self._parts: dict[int, torch.Tensor] = {}  # by the entry's number: tensors of which only a part has arrived
         self._names = _names_of(layout)
@@ -157,18 +157,18 @@ class TensorStream:
         if empty:
             self._loader.load(empty)
 
-    def memory_for(self, index: int) -> SlabLease:
-        """Return memory of the tensor if it is alone in the slab, else a slot of the ring."""
-        pieces = self._layout.slabs[index].pieces
+    def memory_for(self, index: int) -> BucketLease:
+        """Return memory of the tensor if it is alone in the bucket, else a slot of the ring."""
+        pieces = self._layout.buckets[index].pieces
         if len(pieces) > 1:
             return self._ring.lease(index)
         piece = pieces[0]
         raw = raw_bytes(self._part(piece.entry))
-        return SlabLease(index, raw[piece.start : piece.start + piece.nbytes])
+        return BucketLease(index, raw[piece.start : piece.start + piece.nbytes])
 
-    def unpack(self, lease: SlabLease) -> None:
-        """Give the loader the tensors that are complete with this slab."""
-        pieces = self._layout.slabs[lease.index].pieces
+    def unpack(self, lease: BucketLease) -> None:
+        """Give the loader the tensors that are complete with this bucket."""
+        pieces = self._layout.buckets[lease.index].pieces
         if lease.copied:
             for piece in pieces:
                 to = raw_bytes(self._part(piece.entry))[piece.start : piece.start + piece.nbytes]

@@ -12,13 +12,13 @@ import torch
 
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend
+from hwrl.weights.buckets import Checksums
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.copy_destination import CopyDestination
 from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import Cancellation, ReceiverContext, ReceiverRound, TransportReceiver, aborted_when
 
 _HELD_S = 1.0
@@ -30,8 +30,8 @@ class WeightIntake:
     """Receives versions of ``channel``'s link into the destination that ``make_destination`` makes for their layout.
 
     It does not join the link itself. The caller passes the member's number with each proposal
-    (:class:`~hwrl.weights.LinkRegistrations`). A transport that queues slabs ahead has at most ``slabs`` of each sender
-    under way. Use it from one thread, on one device.
+    (:class:`~hwrl.weights.LinkRegistrations`). A transport that queues buckets ahead has at most ``buckets`` of each
+    sender under way. Use it from one thread, on one device.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class WeightIntake:
         *,
         backend: Backend,
         make_destination: DestinationFactory,
-        slabs: int = 8,
+        buckets: int = 8,
         cancellation: Cancellation | None = None,
     ) -> None:
         self._cancellation = cancellation or Cancellation()
         self.channel = channel
-        self._backend, self._make_destination, self._slabs = backend, make_destination, slabs
+        self._backend, self._make_destination, self._buckets = backend, make_destination, buckets
         self._ends: dict[str, TransportReceiver] = {}
         self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
 
@@ -167,7 +167,7 @@ class WeightIntake:
         """Return the receiving end of the proposal's transport, and the name of its stage in reports."""
         transport, name = self.channel.transports[proposal.transport], proposal.transport
         if name not in self._ends:
-            self._ends[name] = transport.receiver(ReceiverContext(self.channel.store, self._backend, self._slabs))
+            self._ends[name] = transport.receiver(ReceiverContext(self.channel.store, self._backend, self._buckets))
         return self._ends[name], transport.stage
 
 

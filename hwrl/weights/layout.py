@@ -1,4 +1,4 @@
-"""The weight layout: the offset of every tensor in a version's bytes, and its slabs.
+"""The weight layout: the offset of every tensor in a version's bytes, and its buckets.
 
 Sender and receivers agree on it once, by its hash; versions with the same layout bring no metadata.
 """
@@ -22,9 +22,9 @@ NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT_NBYTES = 512
 OWN_NBYTES = 1 << 20
 _MAX_NBYTES = 1 << 50
-_MAX_SLABS = 1 << 20
+_MAX_BUCKETS = 1 << 20
 _FORMAT = 2
-_KEYS = ("slab_nbytes", "own_nbytes", "alignment")
+_KEYS = ("bucket_nbytes", "own_nbytes", "alignment")
 _ALIGNMENTS = (512, 256, 128, 64, 32, 16)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at offset ``at`` of a slab.
+    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at offset ``at`` of a bucket.
 
     ``whole`` says that they are all bytes of the tensor.
     """
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Slab:
+class Bucket:
     """Bytes ``offset`` to ``offset + nbytes`` of the layout, which are transferred together."""
 
     offset: int
@@ -82,18 +82,18 @@ class Slab:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
+    """Names, dtypes, shapes and offsets of a model's tensors, and their division into buckets.
 
     There are two kinds of layouts:
 
-    - For separate tensors. A tensor of ``own_nbytes`` or more shares no slab, so it can be sent from where it is.
-      ``own_nbytes`` never exceeds a slab's size. Smaller tensors share slabs.
-    - Flat, for tensors that are contiguous in one storage. They share slabs whatever their size, and each slab can be
-      sent in place. These slabs are twice as large.
+    - For separate tensors. A tensor of ``own_nbytes`` or more shares no bucket, so it can be sent from where it is.
+      ``own_nbytes`` never exceeds a bucket's size. Smaller tensors share buckets.
+    - Flat, for tensors that are contiguous in one storage. They share buckets whatever their size, and each bucket can
+      be sent in place. These buckets are twice as large.
 
-    Tensors in a shared slab begin at multiples of ``alignment`` bytes. A tensor larger than a slab is divided by bytes.
-    Tied tensors (same storage, offset, shape and stride) are counted once. A large tensor does not close the shared
-    slab before it, so slabs are sorted by their last tensor. Immutable; equal layouts have equal hashes.
+    Tensors in a shared bucket begin at multiples of ``alignment`` bytes. A tensor larger than a bucket is divided by
+    bytes. Tied tensors (same storage, offset, shape and stride) are counted once. A large tensor does not close the
+    shared bucket before it, so buckets are sorted by their last tensor. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -103,17 +103,17 @@ class WeightLayout:
     """
 
     entries: tuple[Entry, ...]
-    slab_nbytes: int
+    bucket_nbytes: int
     own_nbytes: int
     alignment: int
-    slabs: tuple[Slab, ...]
+    buckets: tuple[Bucket, ...]
 
     @classmethod
     def plan(
         cls,
         named: Iterable[NamedTensor],
         *,
-        slab_nbytes: int = 16 << 20,
+        bucket_nbytes: int = 16 << 20,
         own_nbytes: int = OWN_NBYTES,
         flat: bool = False,
     ) -> WeightLayout:
@@ -128,10 +128,10 @@ class WeightLayout:
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         flat_alignment = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
         if flat or flat_alignment is not None:
-            # Slabs sent in place cost no ring memory, so they can be twice as large. But the receiver may need a ring
+            # Buckets sent in place cost no ring memory, so they can be twice as large. But the receiver may need a ring
             # with slots of this size.
-            return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, flat_alignment or ALIGNMENT_NBYTES)
-        return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes), ALIGNMENT_NBYTES)
+            return _build(rows, 2 * bucket_nbytes, _MAX_NBYTES, flat_alignment or ALIGNMENT_NBYTES)
+        return _build(rows, bucket_nbytes, min(own_nbytes, bucket_nbytes), ALIGNMENT_NBYTES)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightLayout:
@@ -164,12 +164,12 @@ class WeightLayout:
     @functools.cached_property
     def nbytes(self) -> int:
         """The size of a flat buffer for the whole layout, including gaps between tensors."""
-        return self.slabs[-1].offset + self.slabs[-1].nbytes if self.slabs else 0
+        return self.buckets[-1].offset + self.buckets[-1].nbytes if self.buckets else 0
 
     @functools.cached_property
-    def largest_slab_nbytes(self) -> int:
-        """The size of the largest slab; 0 without slabs."""
-        return max((slab.nbytes for slab in self.slabs), default=0)
+    def largest_bucket_nbytes(self) -> int:
+        """The size of the largest bucket; 0 without buckets."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     @functools.cached_property
     def payload_nbytes(self) -> int:
@@ -257,27 +257,27 @@ def find_ties(named: Iterable[NamedTensor]) -> dict[str, str]:
 _Row = tuple[str, torch.dtype, tuple[int, ...], str | None]
 
 
-def _build(rows: list[_Row], slab_nbytes: Any, own_nbytes: Any, alignment: Any) -> WeightLayout:
-    if not _is_count(slab_nbytes) or slab_nbytes == 0 or slab_nbytes % ALIGNMENT_NBYTES:
-        raise _malformed(f"slab_nbytes is {slab_nbytes!r}, not a positive multiple of {ALIGNMENT_NBYTES}")
+def _build(rows: list[_Row], bucket_nbytes: Any, own_nbytes: Any, alignment: Any) -> WeightLayout:
+    if not _is_count(bucket_nbytes) or bucket_nbytes == 0 or bucket_nbytes % ALIGNMENT_NBYTES:
+        raise _malformed(f"bucket_nbytes is {bucket_nbytes!r}, not a positive multiple of {ALIGNMENT_NBYTES}")
     if not _is_count(own_nbytes):
         raise _malformed(f"own_nbytes is {own_nbytes!r}")
     if alignment not in _ALIGNMENTS:
         raise _malformed(f"alignment is {alignment!r}, not one of {_ALIGNMENTS}")
-    planner = _Planner(slab_nbytes, own_nbytes, alignment)
+    planner = _Planner(bucket_nbytes, own_nbytes, alignment)
     for row in rows:
         planner.add(*row)
     return planner.finish()
 
 
 class _Planner:
-    """Gives each tensor its offset. A slab gets its own offset when it is closed; one with small tensors stays open."""
+    """Gives each tensor its offset. A bucket gets its own when it is closed; one with small tensors stays open."""
 
-    def __init__(self, slab_nbytes: int, own_nbytes: int, alignment: int) -> None:
-        self._slab_nbytes, self._own_nbytes, self._alignment = slab_nbytes, own_nbytes, alignment
+    def __init__(self, bucket_nbytes: int, own_nbytes: int, alignment: int) -> None:
+        self._bucket_nbytes, self._own_nbytes, self._alignment = bucket_nbytes, own_nbytes, alignment
         self._entries: dict[str, Entry] = {}
         self._offsets: dict[int, int] = {}  # by the entry's number
-        self._slabs: list[Slab] = []
+        self._buckets: list[Bucket] = []
         self._open: list[Piece] = []
         self._end = 0
 
@@ -299,8 +299,8 @@ class _Planner:
         for index, entry in enumerate(self._entries.values()):
             offset = self._offsets.get(index, 0) if entry.alias_of is None else placed[entry.alias_of].offset
             placed[entry.name] = replace(entry, offset=offset)
-        sizes = (self._slab_nbytes, self._own_nbytes, self._alignment)
-        return WeightLayout(tuple(placed.values()), *sizes, tuple(self._slabs))
+        sizes = (self._bucket_nbytes, self._own_nbytes, self._alignment)
+        return WeightLayout(tuple(placed.values()), *sizes, tuple(self._buckets))
 
     def _check_alias(self, entry: Entry) -> None:
         target = self._entries.get(entry.alias_of or "")
@@ -310,17 +310,17 @@ class _Planner:
             )
 
     def _place(self, entry: Entry, index: int) -> None:
-        if self._end + self._open_end() + entry.nbytes > min(_MAX_NBYTES, _MAX_SLABS * self._slab_nbytes):
-            raise _malformed(f"tensor {entry.name!r} ends beyond {_MAX_SLABS:,} slabs or {_MAX_NBYTES:,} bytes")
+        if self._end + self._open_end() + entry.nbytes > min(_MAX_NBYTES, _MAX_BUCKETS * self._bucket_nbytes):
+            raise _malformed(f"tensor {entry.name!r} ends beyond {_MAX_BUCKETS:,} buckets or {_MAX_NBYTES:,} bytes")
         own = entry.nbytes >= self._own_nbytes
-        if not own and self._aligned(self._open_end()) + entry.nbytes > self._slab_nbytes:
+        if not own and self._aligned(self._open_end()) + entry.nbytes > self._bucket_nbytes:
             self._close(self._open)
         pieces: list[Piece] = [] if own else self._open
-        for start in range(0, entry.nbytes, self._slab_nbytes):
-            nbytes = min(self._slab_nbytes, entry.nbytes - start)
+        for start in range(0, entry.nbytes, self._bucket_nbytes):
+            nbytes = min(self._bucket_nbytes, entry.nbytes - start)
             at = self._aligned(pieces[-1].at + pieces[-1].nbytes) if pieces else 0
             pieces.append(Piece(index, start, nbytes, at, whole=nbytes == entry.nbytes))
-            if own or nbytes == self._slab_nbytes:
+            if own or nbytes == self._bucket_nbytes:
                 self._close(pieces)
 
     def _open_end(self) -> int:
@@ -330,13 +330,13 @@ class _Planner:
         return offset + -offset % self._alignment
 
     def _close(self, pieces: list[Piece]) -> None:
-        """Make a slab of ``pieces`` and empty the list."""
+        """Make a bucket of ``pieces`` and empty the list."""
         if not pieces:
             return
         begin = self._aligned(self._end)
         self._end = begin + pieces[-1].at + pieces[-1].nbytes
         self._offsets |= {piece.entry: begin + piece.at for piece in pieces if piece.start == 0}
-        self._slabs.append(Slab(begin, self._end - begin, tuple(pieces)))
+        self._buckets.append(Bucket(begin, self._end - begin, tuple(pieces)))
         pieces.clear()
 
 

@@ -179,7 +179,7 @@ class Proposal:
     the receivers, in rank order from 1; it is empty if the transport keeps versions. ``timeout_s`` is the sender's, and
     receivers derive their own limits from it. ``last_stored_number`` is the number of the last proposal whose version
     was stored completely; 0 if there is none, or if the transport keeps no versions. ``payload`` is an object of its
-    transport's class of :class:`TransportPayload`. ``senders`` ranks share the slabs
+    transport's class of :class:`TransportPayload`. ``senders`` ranks share the buckets
     (:class:`~hwrl.weights.shares.Shares`).
     """
 

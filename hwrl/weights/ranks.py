@@ -1,4 +1,4 @@
-"""A publish on several ranks: rank 0 leads, the others follow, and some of them send a share of the slabs."""
+"""A publish on several ranks: rank 0 leads, the others follow, and some of them send a share of the buckets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from hwrl.comm import Group, Store
 from hwrl.errors import CommAbortedError, CommError, HwrlError, TransferFailedError, first_line, in_one_line
 from hwrl.interfaces import Backend
+from hwrl.weights.buckets import ChangedSums, TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import DecisionKind, Limits, Proposal, Vote, VoteKind
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import Gatherers, WeightSource, gathered
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender, aborted_when
 
@@ -216,10 +216,10 @@ class Follower:
         name: str,
         backend: Backend,
         senders: int,
-        slabs: int,
+        buckets: int,
         transports: Mapping[str, Transport],
     ) -> None:
-        self._group, self._backend, self._slabs, self._transports = group, backend, slabs, transports
+        self._group, self._backend, self._buckets, self._transports = group, backend, buckets, transports
         self._ranks = sender_ranks(senders, group.size)
         if senders > 1:
             self._channel, self._watched = (ControlChannel(store, name=name, transports=transports) for _ in range(2))
@@ -323,7 +323,7 @@ class Follower:
             layout=layout,
             backend=self._backend,
             limits=proposal.limits,
-            slabs=self._slabs,
+            buckets=self._buckets,
             versions=1,
             senders=len(self._ranks),
             share=share,

@@ -77,8 +77,8 @@ class WeightReceiver:
       :class:`~hwrl.weights.StreamReceiver` yields the tensors instead.
 
     With ``into`` or ``loader`` the old version is lost when a transfer begins. Then :attr:`version` is None until a
-    transfer succeeds, and the tensors must not be used. Slabs that cannot be received directly into their tensors go
-    through a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, and at least one slab.
+    transfer succeeds, and the tensors must not be used. Buckets that cannot be received directly into their tensors go
+    through a ring of at most ``buckets`` buckets and ``ring_nbytes`` bytes, and at least one bucket.
 
     ``newest=False`` ignores the version that is already proposed and waits for later ones. ``transports`` must have the
     sender's transport. A restarted replica replaces the old one of its name. Use this from one thread; any thread may
@@ -94,7 +94,7 @@ class WeightReceiver:
         backend: Backend | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         loader: TensorLoader | None = None,
-        slabs: int = 8,
+        buckets: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
         transports: Mapping[str, Transport] = TRANSPORTS,
@@ -103,7 +103,7 @@ class WeightReceiver:
         self.replica, self.version = replica, None
         self._keeps_old = into is None and loader is None
         self._cancellation = Cancellation()
-        make_destination = _destination_factory(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
+        make_destination = _destination_factory(into, loader, backend, buckets=buckets, ring_nbytes=ring_nbytes)
         self._registrations = LinkRegistrations(
             store, name=name, replicas=[replica], newest=newest, transports=transports, cancellation=self._cancellation
         )
@@ -111,7 +111,7 @@ class WeightReceiver:
             self._registrations.channel,
             backend=backend,
             make_destination=make_destination,
-            slabs=slabs,
+            buckets=buckets,
             cancellation=self._cancellation,
         )
         self._taking = False  # whether a transfer is under way

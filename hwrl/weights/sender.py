@@ -53,8 +53,8 @@ class WeightSender:
     a later version instead, and is excluded after it has missed versions for ``timeout_s``. The first publish waits up
     to ``timeout_s`` for everybody.
 
-    ``slabs`` slabs of ``slab_nbytes`` bytes are under way at once; None chooses the best size for the device. Slabs
-    of tensors that are contiguous in one storage are twice as large.
+    ``buckets`` buckets of ``bucket_nbytes`` bytes are under way at once; None chooses the best size for the device.
+    Buckets of tensors that are contiguous in one storage are twice as large.
 
     With several ``senders`` as many ranks of the group send, each a share of every version, at equal distances in the
     group. Of the built-in transports only "device" supports this.
@@ -69,8 +69,8 @@ class WeightSender:
         backend: Backend | None = None,
         transport: str = "device",
         senders: int = 1,
-        slab_nbytes: int | None = None,
-        slabs: int = 4,
+        bucket_nbytes: int | None = None,
+        buckets: int = 4,
         versions: int = 3,
         timeout_s: float = 60.0,
         patience_s: float = 1.0,
@@ -78,21 +78,21 @@ class WeightSender:
     ) -> None:
         _check_transport(transport, transports)
         _check_senders(senders, transport, transports, ranks=1 if group is None else group.size)
-        _check_limits(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions, timeout_s=timeout_s)
+        _check_limits(bucket_nbytes=bucket_nbytes, buckets=buckets, versions=versions, timeout_s=timeout_s)
         self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
         self.group = None if group is None or group.size == 1 else group
-        self.senders, self._slabs = senders, slabs
+        self.senders, self._buckets = senders, buckets
         self._link: SenderLink | None = None
         self.version: int | None = None
         self._follower: Follower | None = None
         if self.group is not None and self.group.rank:
-            options: Any = {"backend": self._backend, "senders": senders, "slabs": slabs, "transports": transports}
+            options: Any = {"backend": self._backend, "senders": senders, "buckets": buckets, "transports": transports}
             self._follower = Follower(store, self.group, name=name, **options)
             return
         streams = self._backend.supports(Capability.STREAMS).usable
-        nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders, slab_nbytes=slab_nbytes)
-        self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
+        nbytes, own_nbytes = bucket_sizes(streams=streams, senders=senders, bucket_nbytes=bucket_nbytes)
+        self._bucket_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
         self._versions = versions
         self._limits = Limits(float(timeout_s), patience_s=patience_s)
         self._channel = ControlChannel(store, name=name, transports=transports)
@@ -131,7 +131,7 @@ class WeightSender:
         ``weights`` is a module, a mapping of names to tensors, an iterable of such pairs, or a :class:`WeightSource`.
         DTensors of several ranks need the group; tensors that all ranks hold whole travel from rank 0. They are read
         during the transfer, and again if the transfer is repeated. Tensors made during the read are held only for the
-        slabs under way. A first version's iterator is read before the transfer and held on the host; later ones are
+        buckets under way. A first version's iterator is read before the transfer and held on the host; later ones are
         read once, and a transfer that breaks raises TransferFailedError. An iterator is always read to its end, its
         tensors must own their memory, and there must be one sender. Reading may be a collective operation, so a read
         that has begun continues to its end even if this raises. Tensors must not change until this returns.
@@ -336,8 +336,8 @@ class WeightSender:
 
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, publish it in the store, and make the transport's end."""
-        slab_nbytes, own_nbytes = self._slab_sizes
-        layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
+        bucket_nbytes, own_nbytes = self._bucket_sizes
+        layout = WeightLayout.plan(source.metadata(), bucket_nbytes=bucket_nbytes, own_nbytes=own_nbytes)
         self._channel.put_layout(layout)
         context = SenderContext(
             store=self._channel.store,
@@ -345,7 +345,7 @@ class WeightSender:
             layout=layout,
             backend=self._backend,
             limits=self._limits,
-            slabs=self._slabs,
+            buckets=self._buckets,
             versions=self._versions,
             senders=self.senders,
         )
@@ -354,20 +354,20 @@ class WeightSender:
         )
 
 
-def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = None) -> tuple[int, int]:
-    """Return the bytes of a slab, and the size from which a tensor gets slabs of its own and may be sent in place.
+def bucket_sizes(*, streams: bool, senders: int = 1, bucket_nbytes: int | None = None) -> tuple[int, int]:
+    """Return the bytes of a bucket, and the size from which a tensor gets buckets of its own and may be sent in place.
 
-    The slab is ``slab_nbytes`` if given. On a device with ``streams`` a collective needs 100 MiB to reach the wire's
-    speed, and takes the host 20 µs to begin; larger slabs are no faster. Elsewhere the host does the work, and a slab
-    should fit into its caches (docs/benchmarks.md). With several senders each wire is slower and a receiver has a slab
-    of each sender under way. Their slabs are smaller, so that the receiver's ring needs no more memory.
+    The bucket is ``bucket_nbytes`` if given. On a device with ``streams`` a collective needs 100 MiB to reach the
+    wire's speed, and takes the host 20 µs to begin; larger buckets are no faster. Elsewhere the host does the work, and
+    a bucket should fit into its caches (docs/benchmarks.md). With several senders each wire is slower and a receiver
+    has a bucket of each sender under way. Their buckets are smaller, so that the receiver's ring needs no more memory.
     """
     best_nbytes, own_nbytes = 16 << 20, 4 << 20
     if streams:
         best_nbytes, own_nbytes = max((256 << 20) // senders, 32 << 20), 16 << 20
         best_nbytes -= best_nbytes % ALIGNMENT_NBYTES
-    chosen_nbytes = best_nbytes if slab_nbytes is None else slab_nbytes
-    return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # packing larger tensors would leave slabs half empty
+    chosen_nbytes = best_nbytes if bucket_nbytes is None else bucket_nbytes
+    return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # packing larger tensors would leave buckets half empty
 
 
 def _checked_version(version: Any) -> int:
@@ -377,24 +377,24 @@ def _checked_version(version: Any) -> int:
     raise TransferFailedError(f"version {version!r} cannot be sent", why="it is not an integer", fix="give an integer")
 
 
-def _check_limits(*, slab_nbytes: int | None, slabs: int, versions: int, timeout_s: float) -> None:
+def _check_limits(*, bucket_nbytes: int | None, buckets: int, versions: int, timeout_s: float) -> None:
     if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ConfigError(
             f"timeout_s={timeout_s} cannot work",
             why="it is the time after which a receiver that does not answer is excluded",
             fix=f"use a positive number of seconds, at most {LONGEST_TIMEOUT_S:g}",
         )
-    if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
+    if bucket_nbytes is not None and (bucket_nbytes <= 0 or bucket_nbytes % ALIGNMENT_NBYTES):
         raise ConfigError(
-            f"slab_nbytes={slab_nbytes} cannot work",
-            why=f"a slab's size is a multiple of {ALIGNMENT_NBYTES} bytes",
+            f"bucket_nbytes={bucket_nbytes} cannot work",
+            why=f"a bucket's size is a multiple of {ALIGNMENT_NBYTES} bytes",
             fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for the device's best size",
         )
-    if slabs < 1 or versions < 1:
+    if buckets < 1 or versions < 1:
         raise ConfigError(
-            f"slabs={slabs}, versions={versions} cannot work",
-            why="a transfer needs at least one slab, and memory for at least one version",
-            fix="use slabs=1 or more, and versions=2 or more (versions=1 if only one version is ever sent)",
+            f"buckets={buckets}, versions={versions} cannot work",
+            why="a transfer needs at least one bucket, and memory for at least one version",
+            fix="use buckets=1 or more, and versions=2 or more (versions=1 if only one version is ever sent)",
         )
 
 

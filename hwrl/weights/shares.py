@@ -17,32 +17,32 @@ def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
     return tuple(share * ranks // senders for share in range(senders))
 
 
-def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
-    """Return the number of each slab's share. A slab joins the share with the fewest bytes so far.
+def divide_buckets(layout: WeightLayout, senders: int) -> tuple[int, ...]:
+    """Return the number of each bucket's share. A bucket joins the share with the fewest bytes so far.
 
-    So at every point of the layout the shares differ by one slab at most. All senders work at the same time, and none
+    So at every point of the layout the shares differ by one bucket at most. All senders work at the same time, and none
     needs tensors far ahead of the others.
     """
     nbytes = [0] * senders
     shares = []
-    for slab in layout.slabs:
+    for bucket in layout.buckets:
         share = nbytes.index(min(nbytes))
-        nbytes[share] += slab.nbytes
+        nbytes[share] += bucket.nbytes
         shares.append(share)
     return tuple(shares)
 
 
 class Shares:
-    """The division of a layout's slabs among several senders, and the tensors for each share.
+    """The division of a layout's buckets among several senders, and the tensors for each share.
 
     ``ranks`` has the rank of each sender, by the number of its share. Share 0 also has the empty tensors, because they
-    are in no slab.
+    are in no bucket.
     """
 
     def __init__(self, layout: WeightLayout, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self._layout = layout
-        self._of_entry = _shares_of_entries(layout, divide_slabs(layout, len(ranks)))
+        self._of_entry = _shares_of_entries(layout, divide_buckets(layout, len(ranks)))
         self.gatherers = Gatherers(
             self.ranks,
             {
@@ -61,10 +61,10 @@ class Shares:
         return frozenset(entry.name for entry, shares in pairs if share not in shares)
 
 
-def _shares_of_entries(layout: WeightLayout, of_slab: Sequence[int]) -> list[set[int]]:
+def _shares_of_entries(layout: WeightLayout, of_bucket: Sequence[int]) -> list[set[int]]:
     shares: list[set[int]] = [set() for _ in layout.entries]
-    for slab, share in zip(layout.slabs, of_slab, strict=True):
-        for number in slab.entries:
+    for bucket, share in zip(layout.buckets, of_bucket, strict=True):
+        for number in bucket.entries:
             shares[number].add(share)
     by_name = dict(zip((entry.name for entry in layout.entries), shares, strict=True))
     return [

@@ -18,7 +18,7 @@ from hwrl.weights.layout import NamedTensor, checked_pair
 
 AHEAD_NBYTES = 512 << 20
 """The most bytes of tensors that :func:`gather_weights` gathers ahead, beside the one that it yields."""
-_BUCKET_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
+_PARCEL_NBYTES = 32 << 20  # a message of a few MB travels at the speed of the link
 _log = logging.getLogger("hwrl.weights")
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 """Collections that keep their items alive. Others may make items while they are read."""
@@ -231,10 +231,10 @@ class WeightShard:
 
 
 @dataclass
-class _Bucket:
+class _Parcel:
     """Tensors that follow one another and are gathered together, to the ranks ``to``: one message from each holder.
 
-    ``shards`` are this rank's. A tensor of which every rank has the whole is alone in its bucket, as ``wholes``.
+    ``shards`` are this rank's. A tensor of which every rank has the whole is alone in its parcel, as ``wholes``.
     """
 
     key: object
@@ -265,17 +265,17 @@ def gather_weights(
     yielded tensor, while the caller works with it. Replicated tensors are not sent. ``parts`` divides a whole tensor
     (or one on the meta device) into the named tensors to yield, which are views.
 
-    While several ranks send a version, a tensor is gathered to each rank that sends a slab with bytes of it, and
+    While several ranks send a version, a tensor is gathered to each rank that sends a bucket with bytes of it, and
     yielded there. A tensor of an unknown name is gathered to all senders.
     """
-    ahead: collections.deque[_Bucket] = collections.deque()
+    ahead: collections.deque[_Parcel] = collections.deque()
     limit = 0 if group is None else AHEAD_NBYTES  # a single rank has no traffic to overlap
     under_way = 0
     try:
-        for bucket in _buckets(named, group, dtype, parts):
-            _begin(bucket, group)
-            ahead.append(bucket)
-            under_way += bucket.nbytes
+        for parcel in _parcels(named, group, dtype, parts):
+            _begin(parcel, group)
+            ahead.append(parcel)
+            under_way += parcel.nbytes
             while under_way > limit:
                 under_way -= ahead[0].nbytes
                 yield from _finish(ahead.popleft(), parts)
@@ -287,14 +287,14 @@ def gather_weights(
         yield from _finish(ahead.popleft(), parts)
 
 
-def _buckets(
+def _parcels(
     named: Iterable[tuple[str, torch.Tensor | WeightShard]],
     group: Group | None,
     dtype: torch.dtype | None,
     parts: Parts | None,
-) -> Iterator[_Bucket]:
-    """Yield all tensors in buckets, the same on every rank. A tensor that is larger than a bucket has its own."""
-    bucket: _Bucket | None = None
+) -> Iterator[_Parcel]:
+    """Yield all tensors in parcels, the same on every rank. A tensor that is larger than a parcel has its own."""
+    parcel: _Parcel | None = None
     for name, tensor in named:
         gatherers = _gatherers.get()
         to = (0,) if gatherers is None else gatherers.ranks_for(name, tensor.shape, parts)
@@ -307,9 +307,9 @@ def _buckets(
         wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
         nbytes = math.prod(tensor.shape) * wanted.itemsize
         key = (to, wanted, tensor.holders) if isinstance(tensor, WeightShard) else None
-        if bucket is not None and (bucket.key != key or bucket.nbytes + nbytes > _BUCKET_NBYTES):
-            yield bucket
-            bucket = None
+        if parcel is not None and (parcel.key != key or parcel.nbytes + nbytes > _PARCEL_NBYTES):
+            yield parcel
+            parcel = None
         if isinstance(tensor, WeightShard):
             if group is None:
                 raise WeightsError(
@@ -317,36 +317,36 @@ def _buckets(
                     why="it is a shard, and there is no group with the ranks that have the others",
                     fix="pass the group of the ranks",
                 )
-            bucket = bucket or _Bucket(key, to, wanted)
-            bucket.names.append(name)
-            bucket.shards.append(tensor)
-            bucket.nbytes += nbytes
+            parcel = parcel or _Parcel(key, to, wanted)
+            parcel.names.append(name)
+            parcel.shards.append(tensor)
+            parcel.nbytes += nbytes
         else:
             wholes = [tensor.to(wanted)] if group is None or group.rank in to else []
-            yield _Bucket(key, to, wanted, [name], wholes=wholes, nbytes=nbytes)
-    if bucket is not None:
-        yield bucket
+            yield _Parcel(key, to, wanted, [name], wholes=wholes, nbytes=nbytes)
+    if parcel is not None:
+        yield parcel
 
 
-def _begin(bucket: _Bucket, group: Group | None) -> None:
+def _begin(parcel: _Parcel, group: Group | None) -> None:
     """Begin to send this rank's shards, and to receive the others' where the tensors are needed."""
-    shards = [shard.tensor for shard in bucket.shards if shard.tensor.numel()]
-    if group is None or not bucket.shards:
+    shards = [shard.tensor for shard in parcel.shards if shard.tensor.numel()]
+    if group is None or not parcel.shards:
         return
-    if shards and any(rank != group.rank for rank in bucket.to):
-        bucket.sent = _packed(shards, bucket.dtype)
-    for rank in bucket.to:  # in the same order on every rank: a library may run its operations one after another
+    if shards and any(rank != group.rank for rank in parcel.to):
+        parcel.sent = _packed(shards, parcel.dtype)
+    for rank in parcel.to:  # in the same order on every rank: a library may run its operations one after another
         if rank != group.rank:
-            if bucket.sent is not None:
-                bucket.pending.append(group.send(bucket.sent, dst=rank, async_op=True))
+            if parcel.sent is not None:
+                parcel.pending.append(group.send(parcel.sent, dst=rank, async_op=True))
             continue
-        device = bucket.shards[0].tensor.device
-        bucket.wholes = [torch.empty(shard.shape, dtype=bucket.dtype, device=device) for shard in bucket.shards]
+        device = parcel.shards[0].tensor.device
+        parcel.wholes = [torch.empty(shard.shape, dtype=parcel.dtype, device=device) for shard in parcel.shards]
         slices = [
             whole.split(-(-shard.shape[shard.dim] // len(shard.holders)), shard.dim)
-            for whole, shard in zip(bucket.wholes, bucket.shards, strict=True)
+            for whole, shard in zip(parcel.wholes, parcel.shards, strict=True)
         ]
-        for number, holder in enumerate(bucket.shards[0].holders):
+        for number, holder in enumerate(parcel.shards[0].holders):
             # A small tensor has fewer slices than there are ranks.
             theirs = [one[number] for one in slices if number < len(one) and one[number].numel()]
             if holder == group.rank and theirs:
@@ -354,9 +354,9 @@ def _begin(bucket: _Bucket, group: Group | None) -> None:
             elif theirs:
                 alone = len(theirs) == 1 and theirs[0].is_contiguous()
                 size = sum(part.numel() for part in theirs)
-                buffer = theirs[0] if alone else torch.empty(size, dtype=bucket.dtype, device=device)
-                bucket.pending.append(group.recv(buffer, src=holder, async_op=True))
-                bucket.received.append((buffer, theirs))
+                buffer = theirs[0] if alone else torch.empty(size, dtype=parcel.dtype, device=device)
+                parcel.pending.append(group.recv(buffer, src=holder, async_op=True))
+                parcel.received.append((buffer, theirs))
 
 
 def _packed(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -374,11 +374,11 @@ def _unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
 
 
-def _finish(bucket: _Bucket, parts: Parts | None) -> Iterator[NamedTensor]:
-    for pending in bucket.pending:
+def _finish(parcel: _Parcel, parts: Parts | None) -> Iterator[NamedTensor]:
+    for pending in parcel.pending:
         pending.wait()
-    for buffer, slices in bucket.received:
+    for buffer, slices in parcel.received:
         if buffer is not slices[0]:
             torch._foreach_copy_(slices, _unpacked(buffer, slices))
-    for name, whole in zip(bucket.names, bucket.wholes, strict=False):  # a rank that needs none has no wholes
+    for name, whole in zip(parcel.names, parcel.wholes, strict=False):  # a rank that needs none has no wholes
         yield from [(name, whole)] if parts is None else parts(name, whole)

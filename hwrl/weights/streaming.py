@@ -18,8 +18,8 @@ from hwrl.weights.receiver import Received, WeightReceiver
 class IncomingVersion:
     """A version that is being received: an iterator of names and tensors, and a context manager.
 
-    The tensors belong to the caller and are never overwritten. They come in the order of the slabs. The decision comes
-    last: iteration ends when the version is committed, and raises the errors of
+    The tensors belong to the caller and are never overwritten. They come in the order of the buckets. The decision
+    comes last: iteration ends when the version is committed, and raises the errors of
     :meth:`~hwrl.weights.WeightReceiver.receive` if it is not. The tensors yielded so far are then not a version. If a
     transfer is repeated, for example because a receiver was lost, all tensors come again, and ``attempts`` grows.
 
@@ -141,10 +141,10 @@ class StreamReceiver:
     """A replica's end of the link ``name`` that yields each version's tensors, for an engine's own weight loaders.
 
     Options and use are those of :class:`~hwrl.weights.WeightReceiver`, with these differences. There is no ``into`` and
-    no ``loader``, and :meth:`stream` replaces ``receive``. The receiver holds a ring of at most ``slabs`` slabs and
-    ``ring_nbytes`` bytes (but one slab at least), tensors that have arrived in part, and the tensors of one slab until
-    the caller takes them. The caller's old version is lost when tensors arrive, so :attr:`version` is None until the
-    decision. While the caller does not iterate, the sender waits, up to its ``timeout_s``.
+    no ``loader``, and :meth:`stream` replaces ``receive``. The receiver holds a ring of at most ``buckets`` buckets and
+    ``ring_nbytes`` bytes (but one bucket at least), tensors that have arrived in part, and the tensors of one bucket
+    until the caller takes them. The caller's old version is lost when tensors arrive, so :attr:`version` is None until
+    the decision. While the caller does not iterate, the sender waits, up to its ``timeout_s``.
     """
 
     def __init__(self, store: Store, *, replica: str, backend: Backend | None = None, **options: Any) -> None:

@@ -18,13 +18,13 @@ import torch
 
 from hwrl.comm import Group
 from hwrl.errors import CommError, TransferFailedError, in_one_line
+from hwrl.weights.buckets import ChangedSums, TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import DecisionKind, Proposal, VoteKind
 from hwrl.weights.ranks import Reports, read_together
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.slabs import ChangedSums, TensorReader
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport
 

@@ -19,13 +19,13 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
+from hwrl.weights.buckets import Checksums, TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Decision, Limits, Proposal, TransportPayload, Vote
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import Checksums, TensorReader
 
 _LOOK_S = 0.5  # how often a waiting sender checks whether receivers have left
 RECEIVER_LOOK_S = 0.2
@@ -47,8 +47,8 @@ class TransportSender(Protocol):
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
         """Move the tensors of ``reader``, then the checksums. Raises CommError if the transfer broke.
 
-        Returns the checksums (``Checksums.values``) of this end's slabs, and zeros for those of other senders. The next
-        call may overwrite them.
+        Returns the checksums (``Checksums.values``) of this end's buckets, and zeros for those of other senders. The
+        next call may overwrite them.
 
         Measure from the first tensor on with ``clock.span``, after connecting.
         """
@@ -82,7 +82,7 @@ class TransportReceiver(Protocol):
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor | None:
-        """Receive the slabs into ``destination`` and their checksums into ``sums``; return the sender's checksums.
+        """Receive the buckets into ``destination`` and their checksums into ``sums``; return the sender's checksums.
 
         Blocks until this end no longer reads the sender's memory. Raises CommError if the transfer broke. A transport
         that keeps versions returns None if a newer version has replaced this one. It raises TransferFailedError if the
@@ -100,8 +100,8 @@ class TransportReceiver(Protocol):
 class SenderContext:
     """What a sender gives its transport.
 
-    At most ``slabs`` slabs are under way at once. ``versions`` is for stored versions. The end sends
-    the slabs of share number ``share``, of ``senders`` shares.
+    At most ``buckets`` buckets are under way at once. ``versions`` is for stored versions. The end sends
+    the buckets of share number ``share``, of ``senders`` shares.
     """
 
     store: Store
@@ -109,7 +109,7 @@ class SenderContext:
     layout: WeightLayout
     backend: Backend
     limits: Limits
-    slabs: int
+    buckets: int
     versions: int
     senders: int = 1
     share: int = 0
@@ -119,12 +119,13 @@ class SenderContext:
 class ReceiverContext:
     """What a receiver gives its transports.
 
-    A transport that queues slabs ahead has at most ``slabs`` of each sender under way; a destination may allow fewer.
+    A transport that queues buckets ahead has at most ``buckets`` of each sender under way; a destination may allow
+    fewer.
     """
 
     store: Store
     backend: Backend
-    slabs: int
+    buckets: int
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class Transport:
 
     - ``keeps_versions``: a version is stored, the sender goes on, and each receiver fetches it when it is ready. If
       False, the receivers take part in each transfer, and one decision commits it for all with a whole copy.
-    - ``packs_large_tensors``: all tensors smaller than a slab share slabs. Larger ones have their own in any case.
-    - ``several_senders``: the ends can divide the slabs among senders. The sender and ``hwrl train`` read it.
+    - ``packs_large_tensors``: all tensors smaller than a bucket share buckets. Larger ones have their own in any case.
+    - ``several_senders``: the ends can divide the buckets among senders. The sender and ``hwrl train`` read it.
     - ``across_machines``: the two ends may be on different machines. ``hwrl train`` reads it to place processes.
     - ``forms_groups``: both ends join a process group. The conformance kit reads it.
     - ``lends_device_memory``: receivers open memory of the sender's device. ``hwrl train`` and the kit read it.

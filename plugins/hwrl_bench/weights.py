@@ -34,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--senders", type=positive_int, default=1, help="sending processes (default 1)")
     parser.add_argument("--rounds", type=positive_int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"only these of: {', '.join(WAYS)}")
-    parser.add_argument("--slab-mib", type=positive_int, help="slab size, MiB (default: what suits the device)")
-    parser.add_argument("--slabs", type=positive_int, default=4, help="slabs under way at once (default 4)")
+    parser.add_argument("--bucket-mib", type=positive_int, help="bucket size, MiB (default: what suits the device)")
+    parser.add_argument("--buckets", type=positive_int, default=4, help="buckets under way at once (default 4)")
     parser.add_argument(
         "--peers",
         nargs="+",
@@ -64,12 +64,12 @@ def _peer(name: str) -> str:
 
 @dataclass(frozen=True)
 class TransferWorkload:
-    """The tensors to send by so many ``senders`` in slabs; ``slab_nbytes`` None is the transport's choice."""
+    """The tensors to send by so many ``senders`` in buckets; ``bucket_nbytes`` None is the transport's choice."""
 
     model: str
     nbytes: int
-    slab_nbytes: int | None
-    slabs: int
+    bucket_nbytes: int | None
+    buckets: int
     senders: int = 1
     layers: int = 4
 
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.testing import run_processes
 
     store, size = serve_store(), args.senders + args.receivers
-    slab_nbytes = None if args.slab_mib is None else args.slab_mib << 20
-    workload = TransferWorkload(args.model, args.mib << 20, slab_nbytes, args.slabs, args.senders, args.layers)
+    bucket_nbytes = None if args.bucket_mib is None else args.bucket_mib << 20
+    workload = TransferWorkload(args.model, args.mib << 20, bucket_nbytes, args.buckets, args.senders, args.layers)
     ways = _usable_ways(args.ways or tuple(WAYS), size=size)
     if args.senders > 1:  # only the device transport has several
         ways = tuple(way for way in ways if way in RAW or way.startswith("hwrl device"))
@@ -163,7 +163,7 @@ def _set_up(rank: int, size: int, address: str, plan: BenchPlan, workload: Trans
     if senders > 1 and not 0 < rank <= receivers:
         own = max(0, rank - receivers)
         trainers = comm.standalone_group(worker.store, rank=own, size=senders, name="trainers", timeout_s=300.0)
-    return TransferSetup(worker, payload, group, workload.slab_nbytes, workload.slabs, trainers)
+    return TransferSetup(worker, payload, group, workload.bucket_nbytes, workload.buckets, trainers)
 
 
 class _TransferProcess:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class TransferSetup:
     """The parts of one process, shared by all its ways.
 
-    ``group`` is None where the processes share a device and cannot share a group. ``slab_nbytes`` None means the
+    ``group`` is None where the processes share a device and cannot share a group. ``bucket_nbytes`` None means the
     transport's own choice. ``trainers`` is the group of several senders: rank 0, and the ranks after the receivers.
     """
 
     worker: BenchWorker
     payload: BenchPayload
     group: Group | None
-    slab_nbytes: int | None
-    slabs: int
+    bucket_nbytes: int | None
+    buckets: int
     trainers: Group | None = None
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class WeightLink(PayloadWay):
         super().__init__(setup)
         senders = 1 if setup.trainers is None else setup.trainers.size
         self._name = f"hwrl-{transport}-{into}".replace(" ", "-")
-        store, name, slabs = self.worker.store, self._name, setup.slabs
+        store, name, buckets = self.worker.store, self._name, setup.buckets
         self._named = list(self.payload.views.items()) if into == "flat" else self.payload.named
         self._flat = into == "flat"
         self._end: Any
@@ -141,9 +141,9 @@ class WeightLink(PayloadWay):
             if into != "new memory":
                 tensors = self.payload.views if into == "flat" else self.payload.copies
             replica = f"r{self.worker.rank}"
-            self._end = WeightReceiver(store, name=name, replica=replica, into=tensors, slabs=slabs)
+            self._end = WeightReceiver(store, name=name, replica=replica, into=tensors, buckets=buckets)
             return
-        options: dict[str, Any] = {"slab_nbytes": setup.slab_nbytes, "slabs": slabs, "timeout_s": 300.0}
+        options: dict[str, Any] = {"bucket_nbytes": setup.bucket_nbytes, "buckets": buckets, "timeout_s": 300.0}
         options |= {"group": setup.trainers, "senders": senders}
         self._end = WeightSender(store, name=name, transport=transport, **options)
         self._end.wait_for_receivers(self.worker.size - senders)

@@ -25,14 +25,14 @@ from hwrl.run import (
 )
 from hwrl.saved_names import saved_weights
 from hwrl.train import add_in_turns, fsdp_memory, reference_memory, reserve_nbytes
-from hwrl.weights import AHEAD_NBYTES, TRANSPORTS, TransportName, WeightLayout, ring_nbytes_of, slab_sizes
+from hwrl.weights import AHEAD_NBYTES, TRANSPORTS, TransportName, WeightLayout, bucket_sizes, ring_nbytes_of
 
 CONTEXT_NBYTES = 1 << 30
 """Estimated device memory of the context and the library buffers of a process."""
 IMPORTS_NBYTES = 3 << 29
 """Estimated host memory of a process that has imported torch and transformers."""
-_SLABS = 4
-"""The number of slabs in a sender's ring."""
+_BUCKETS = 4
+"""The number of buckets in a sender's ring."""
 _GROUPS = "groups: "
 SHARED_CAUSES = ("sender: ", "receiver: ", _GROUPS)
 """Prefixes of the causes for weight links and for groups of processes, the same with every engine."""
@@ -71,11 +71,13 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
         reported = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
         causes += [*reported, *others] if reported else []
     layout = sent_layout(config)
-    sending = layout.largest_slab_nbytes * min(_SLABS, len(layout.slabs))
+    sending = layout.largest_bucket_nbytes * min(_BUCKETS, len(layout.buckets))
     if ranks > 1:
         largest = max((entry.nbytes for entry in layout.entries), default=0)
         sending += min(AHEAD_NBYTES, layout.payload_nbytes) + largest
-    causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
+    causes.append(
+        MemoryCause("sender: ring of buckets, gathered tensors", sending, phases=("transfer",), certain=False)
+    )
     if TRANSPORTS[transport].keeps_versions:
         stored = _VERSIONS * layout.nbytes
         causes.append(MemoryCause(f"{_VERSIONS} stored versions of the weights", stored, "host", certain=False))
@@ -133,7 +135,7 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
     keeps_old = config.weights.keep_old_version
     layout = sent_layout(config)
     receiving = 2 * layout.nbytes if keeps_old else ring_nbytes_of(layout)
-    name = "receiver: two versions" if keeps_old else "receiver: ring of slabs"
+    name = "receiver: two versions" if keeps_old else "receiver: ring of buckets"
     phases = ALWAYS if keeps_old else ("transfer",)
     causes.append(MemoryCause(name, receiving, phases=phases, certain=False))
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
@@ -181,16 +183,18 @@ def base_nbytes(config: Config) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None, slab_mib: int | None) -> WeightLayout:
+def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None, bucket_mib: int | None) -> WeightLayout:
     base, adapter = saved_weights(described_model(directory, dtype=dtype, lora=lora))
-    slab_nbytes, own_nbytes = slab_sizes(streams=True, slab_nbytes=None if slab_mib is None else slab_mib << 20)
+    bucket_nbytes, own_nbytes = bucket_sizes(
+        streams=True, bucket_nbytes=None if bucket_mib is None else bucket_mib << 20
+    )
     sent: dict[int, torch.Tensor] = {}  # by the storage, so that tied tensors stay tied
     named = []
     for name, tensor in (base if lora is None else adapter).items():
         key = tensor.untyped_storage()._cdata if tensor.untyped_storage().nbytes() == tensor.nbytes else -len(sent)
         sent.setdefault(key, torch.empty(tensor.shape, dtype=dtype, device="meta"))
         named.append((name, sent[key]))
-    return WeightLayout.plan(named, slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
+    return WeightLayout.plan(named, bucket_nbytes=bucket_nbytes, own_nbytes=own_nbytes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hwrl_report.columns import BUCKETS, MetricColumns, Reals, bucket_means
+from hwrl_report.columns import BINS, MetricColumns, Reals, bin_means
 
 LEFT_OUT = ("step", "time_s", "eval/version", "perf/bottleneck")
 """Metrics without a curve, because they are axes or codes."""
@@ -86,12 +86,12 @@ def assign(charts: Iterable[Chart], names: list[str]) -> dict[str, tuple[Chart, 
 def timeline(columns: MetricColumns) -> dict[str, object] | None:
     """Return how the trainer and an average replica spent each step, as bars in seconds; None without such metrics.
 
-    With more than ``BUCKETS`` steps, a bar is the mean of neighbouring steps.
+    With more than ``BINS`` steps, a bar is the mean of neighbouring steps.
     """
     steps = columns.steps.get("timing_s/wait")
     if steps is None:
         return None
-    starts = np.linspace(0, len(steps), min(BUCKETS, len(steps)), endpoint=False).astype(np.int64)
+    starts = np.linspace(0, len(steps), min(BINS, len(steps)), endpoint=False).astype(np.int64)
     replicas = np.maximum(1.0, _at(columns, "rollout/replicas", steps))
     extra = [name[9:] for name in columns.values if name.startswith("timing_s/") and name[9:] not in TRAINER_PARTS]
     trainer = {part: _at(columns, f"timing_s/{part}", steps) for part in (*TRAINER_PARTS, *extra)}
@@ -99,8 +99,8 @@ def timeline(columns: MetricColumns) -> dict[str, object] | None:
     return {
         "steps": steps[starts].tolist(),
         "end": int(steps[-1]) + 1,
-        "trainer": {part: bucket_means(values, starts) for part, values in trainer.items() if values.any()},
-        "replica": {part: bucket_means(values, starts) for part, values in replica.items() if values.any()},
+        "trainer": {part: bin_means(values, starts) for part, values in trainer.items() if values.any()},
+        "replica": {part: bin_means(values, starts) for part, values in replica.items() if values.any()},
     }
 
 

@@ -16,8 +16,8 @@ from hwrl.run import read_lines
 
 Reals = npt.NDArray[np.float64]
 
-BUCKETS = 400
-"""The maximum number of points in a curve. With more steps, a point stands for a bucket of steps: mean, min and max."""
+BINS = 400
+"""The maximum number of points in a curve. With more steps, a point stands for a bin of steps: mean, min and max."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def read_columns(path: Path) -> MetricColumns:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to draw: steps and values, and for buckets also the minimum and maximum. None marks a gap: not finite."""
+    """Points to draw: steps and values, and for bins also the minimum and maximum. None marks a gap: not finite."""
 
     steps: list[int]
     values: list[float | None]
@@ -87,10 +87,10 @@ class Curve:
 
 
 def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
-    """Return all points if there are few; otherwise one per bucket of steps, with its minimum and maximum."""
-    if len(steps) <= BUCKETS:
+    """Return all points if there are few; otherwise one per bin of steps, with its minimum and maximum."""
+    if len(steps) <= BINS:
         return Curve(steps.tolist(), _rounded(values))
-    starts = np.linspace(0, len(steps), BUCKETS, endpoint=False).astype(np.int64)
+    starts = np.linspace(0, len(steps), BINS, endpoint=False).astype(np.int64)
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite, starts, dtype=np.int64)
     sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
@@ -102,8 +102,8 @@ def thin_out(steps: npt.NDArray[np.int64], values: Reals) -> Curve:
     return Curve(steps[(starts + ends) // 2].tolist(), _rounded(means), _rounded(minimum), _rounded(maximum))
 
 
-def bucket_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | None]:
-    """Return the mean of ``values`` in each bucket. ``starts`` has the index of the first value of each bucket."""
+def bin_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | None]:
+    """Return the mean of ``values`` in each bin. ``starts`` has the index of the first value of each bin."""
     sizes = np.diff(np.append(starts, len(values)))
     return _rounded(np.add.reduceat(np.nan_to_num(values), starts) / sizes)
 

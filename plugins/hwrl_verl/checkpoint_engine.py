@@ -30,7 +30,7 @@ _PROPOSAL_S = 3600.0
 class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's types are not followed
     """Sends weights from actor rank 0 to the rollout workers that verl chose for the update.
 
-    The version is verl's step. ``sending`` are options of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best
+    The version is verl's step. ``sending`` are options of :class:`~hwrl.weights.WeightSender`; buckets have hwrl's best
     size, and ``bucket_size`` is not used. A worker's engine gets each tensor as it comes, and learns last whether the
     version was committed. With ``whole`` it gets no tensor before the commit, and the worker holds a whole model
     meanwhile.

@@ -13,8 +13,8 @@ from hwrl.weights import CopyDestination, Destination, TensorStream, WeightLayou
 from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.reload import Reload
 
-_SLABS = 4
-"""The most slabs under way at once, if vLLM's loaders are at work."""
+_BUCKETS = 4
+"""The most buckets under way at once, if vLLM's loaders are at work."""
 
 _log = logging.getLogger("vllm.hwrl")  # vLLM's logger shows its messages
 
@@ -74,7 +74,7 @@ class ModelLoading:
         backend = get_backend()
         if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
             return CopyDestination(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
-        return TensorStream(layout, self._reload, backend=backend, slabs=_SLABS)
+        return TensorStream(layout, self._reload, backend=backend, buckets=_BUCKETS)
 
     def stage(self, layout: WeightLayout) -> Destination:
         """Return memory beside the model as the destination for one version of ``layout``.

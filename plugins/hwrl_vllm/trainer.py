@@ -53,7 +53,7 @@ class TransferTrainerInit:
     """The settings of :class:`TransferTrainer`.
 
     ``rank`` is this process's rank among the trainer's; rank 0 sends. ``host`` is the address of this machine by which
-    the workers reach it. ``transport``, ``slab_nbytes`` and ``timeout_s`` are those of
+    the workers reach it. ``transport``, ``bucket_nbytes`` and ``timeout_s`` are those of
     :class:`~hwrl.weights.WeightSender`. With ``keep_old_version`` each worker holds its part of a second version during
     an update, and the old version serves until all workers have the new one. Without it versions are loaded in place.
     """
@@ -64,7 +64,7 @@ class TransferTrainerInit:
     transport: str = "device"
     keep_old_version: bool = True
     timeout_s: float = 60.0
-    slab_nbytes: int | None = None
+    bucket_nbytes: int | None = None
 
     @property
     def is_sender(self) -> bool:
@@ -99,7 +99,7 @@ class TransferTrainer:
         self._sender = WeightSender(
             self._store,
             transport=init_info.transport,
-            slab_nbytes=init_info.slab_nbytes,
+            bucket_nbytes=init_info.bucket_nbytes,
             timeout_s=init_info.timeout_s,
         )
 

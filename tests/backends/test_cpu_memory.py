@@ -25,7 +25,7 @@ def group(path: Path, *, limit: str, used: int, cached: int = 0, version: int = 
     path.mkdir(parents=True, exist_ok=True)
     (path / names[0]).write_text(f"{limit}\n")
     (path / names[1]).write_text(f"{used}\n")
-    (path / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\nslab 7\n")
+    (path / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\nbucket 7\n")
 
 
 def usable(tmp_path: Path, lines: str) -> UsableMemory:

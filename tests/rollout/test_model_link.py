@@ -140,7 +140,7 @@ def test_a_transfer_that_its_sender_gives_up_is_not_served_and_the_next_is(store
         yield from first
         raise KeyError("the trainer fails")
 
-    with sender_of(store, slab_nbytes=1024) as sender:
+    with sender_of(store, bucket_nbytes=1024) as sender:
         replica.update_during(publishing(sender, 1))
         source = WeightSource(lambda: iter(weights_of(2).items()), broken)
         with pytest.raises(KeyError):
@@ -192,7 +192,7 @@ def test_a_version_that_is_stored_too_slowly_is_offered_again(store: Store) -> N
         yield last
 
     source = WeightSource(lambda: iter(weights_of(1).items()), slow)
-    with sender_of(store, transport="host", slab_nbytes=1024) as sender:
+    with sender_of(store, transport="host", bucket_nbytes=1024) as sender:
         stored = beside(lambda: sender.publish(1, source, {INCARNATION: 0}))
         replica.wait_for_offer()
         assert not replica.updater.update() and replica.engine.version == -1

@@ -64,8 +64,8 @@ class HangingBackend(FaultyBackend):
 class LateBackend(CpuBackend):
     """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns; ``and_later`` ones, too.
 
-    Events with timing do not count. In a host sender of n slabs, events 1 to n are the slabs' arrivals on the host, and
-    2n + 1 to 3n those of the next version.
+    Events with timing do not count. In a host sender of n buckets, events 1 to n are the buckets' arrivals on the host,
+    and 2n + 1 to 3n those of the next version.
     """
 
     def __init__(self, *, at: int, reach: Callable[[], None], and_later: bool = False) -> None:

@@ -13,12 +13,12 @@ from hwrl.weights import TransferReport, WeightReceiver, WeightSender, WeightSha
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.speed import slow
 
-SLAB_NBYTES = 4096
+BUCKET_NBYTES = 4096
 Named = list[tuple[str, torch.Tensor]]
 
 
 def hard_weights(version: int) -> Named:
-    """Return 0-d, empty, odd, tied, strided, mixed-dtype tensors, and some larger than a slab."""
+    """Return 0-d, empty, odd, tied, strided, mixed-dtype tensors, and some larger than a bucket."""
     made = torch.Generator().manual_seed(version)
     embed = torch.randn(61, 40, generator=made)
     return [
@@ -81,7 +81,7 @@ class TrainerSide:
         self.store: Store = connect_store(address)
         comm = Comm(CpuBackend(INFO))
         self.group = comm.standalone_group(connect_store(address), rank=rank, size=ranks, name="trainer")
-        options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": slow(20.0)} | options
+        options = {"bucket_nbytes": BUCKET_NBYTES, "timeout_s": slow(20.0)} | options
         self.sender = WeightSender(self.store, group=self.group, backend=self.backend, senders=senders, **options)
 
     def __enter__(self) -> TrainerSide:

@@ -63,19 +63,19 @@ class FaultyReader(Wrapped):
         super().__init__(reader, layout)
         self.read: list[list[torch.Tensor]] = []
         if fault("the source is read in advance"):
-            self.read = [reader.tensors_of(slab) for slab in layout.slabs]
+            self.read = [reader.tensors_of(bucket) for bucket in layout.buckets]
         self._next = 0
 
-    def tensors_of(self, slab: Any) -> Sequence[torch.Tensor]:
+    def tensors_of(self, bucket: Any) -> Sequence[torch.Tensor]:
         if fault("the source is read in advance"):
             self._next += 1
             return self.read[self._next - 1]
         try:
-            tensors: list[torch.Tensor] = self._end.tensors_of(slab)
+            tensors: list[torch.Tensor] = self._end.tensors_of(bucket)
         except (ZeroDivisionError, LayoutMismatchError):
             if not fault("a failing source is hidden"):
                 raise
-            tensors = [torch.zeros(1024) for _ in slab.entries]
+            tensors = [torch.zeros(1024) for _ in bucket.entries]
         if fault("sent tensors are kept"):
             self.read.append(tensors)
         return tensors

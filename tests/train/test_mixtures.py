@@ -69,7 +69,7 @@ def transfer(rank: int, directory: Path, address: str) -> Any:
         return engine.model.state_dict()
     group = join(rank, address, 2)
     trainer = engine_on(directory, group)
-    sender = WeightSender(store, group=group, backend=hwrl.get_backend(), slab_nbytes=4096)
+    sender = WeightSender(store, group=group, backend=hwrl.get_backend(), bucket_nbytes=4096)
     weights = WeightSource(trainer.weights_metadata, trainer.named_weights)
     for version in (1, 2):
         trainer.train_batch(batch_of(groups_of(4, seed=version)[rank::2]), loss=PolicyLoss())

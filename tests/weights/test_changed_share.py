@@ -17,12 +17,12 @@ from tests.support.sharded_weights import TrainerSide, sharded
 from tests.support.weight_link import beside, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
-_SLAB_NBYTES = 1 << 16
+_BUCKET_NBYTES = 1 << 16
 _SAME_BITS = "version 2 of 'policy' has the same bits as version 1"
 
 
 def _weights(seeds: Iterable[int]) -> list[NamedTensor]:
-    """Return a tensor for each seed, of an odd size: so there are gaps between them in a slab of the ring."""
+    """Return a tensor for each seed, of an odd size: so there are gaps between them in a bucket of the ring."""
     made = [(f"w{n}", torch.randn(3001, generator=torch.Generator().manual_seed(seed))) for n, seed in enumerate(seeds)]
     return [*made, ("scalar", torch.tensor(1.0))]
 
@@ -49,7 +49,7 @@ def _ipc_shares(rank: int, address: str) -> list[float | None] | None:
             for _ in _VERSIONS:
                 receiver.receive()
         return None
-    with WeightSender(store, transport="ipc", slab_nbytes=_SLAB_NBYTES, slabs=2, **options) as sender:
+    with WeightSender(store, transport="ipc", bucket_nbytes=_BUCKET_NBYTES, buckets=2, **options) as sender:
         sender.wait_for_receivers(1)
         return [sender.publish(number, weights).changed_share for number, weights in enumerate(_VERSIONS, 1)]
 
@@ -60,7 +60,7 @@ def test_a_report_has_the_share_that_changed(store: Store, transport: str, caplo
         shares = run_processes(_ipc_shares, 2, store_address(store))[0]
     else:
         with (
-            sender_of(store, transport=transport, slab_nbytes=_SLAB_NBYTES, slabs=2) as sender,
+            sender_of(store, transport=transport, bucket_nbytes=_BUCKET_NBYTES, buckets=2) as sender,
             receiver_of(store) as receiver,
         ):
             shares = _shares(sender, receiver, _VERSIONS)
@@ -72,7 +72,7 @@ def test_a_report_has_the_share_that_changed(store: Store, transport: str, caplo
 @pytest.mark.parametrize("transport", ["device", "host"])
 def test_iterators_are_compared_from_the_first_on(store: Store, transport: str) -> None:
     with (
-        sender_of(store, transport=transport, slab_nbytes=_SLAB_NBYTES, slabs=2) as sender,
+        sender_of(store, transport=transport, bucket_nbytes=_BUCKET_NBYTES, buckets=2) as sender,
         receiver_of(store) as receiver,
     ):
         shares = _shares(sender, receiver, [iter(_FIRST), iter(_FIRST), iter(_FIRST), iter(_ALL_CHANGED)])

@@ -90,7 +90,7 @@ def test_the_version_before_a_failed_one_is_sent_again_where_it_may_be_lost(
         raise KeyError("no such layer")
 
     into = dict(model_of(0)) if in_place else None
-    with sender_of(store, slab_nbytes=512, slabs=1) as sender, receiver_of(store, into=into) as receiver:
+    with sender_of(store, bucket_nbytes=512, buckets=1) as sender, receiver_of(store, into=into) as receiver:
         exchange(sender, [receiver], 1)
         waiting = beside(receiver.receive)
         with pytest.raises(KeyError if begun else TransferFailedError):

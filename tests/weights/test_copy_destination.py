@@ -16,22 +16,22 @@ from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import WeightOffer
 from hwrl.testing.processes import run_processes
 from hwrl.weights import (
+    BucketRing,
     CopyDestination,
     CopyRule,
     Destination,
     EngineReceiver,
     LinkRegistrations,
-    SlabRing,
     TensorStream,
     WeightLayout,
     WeightSender,
     WeightSource,
     ring_nbytes_of,
 )
-from hwrl.weights.slabs import TensorReader
+from hwrl.weights.buckets import TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
-SLAB_NBYTES, WORKERS = 4096, 2
+BUCKET_NBYTES, WORKERS = 4096, 2
 CPU = CpuBackend(INFO)
 Tensors = dict[str, torch.Tensor]
 
@@ -49,10 +49,10 @@ def carry(layout: WeightLayout, named: list[tuple[str, torch.Tensor]], destinati
 
 
 def fill(layout: WeightLayout, named: list[tuple[str, torch.Tensor]], destination: Destination) -> None:
-    """Bring the slabs of ``named`` to ``destination`` as a transport does."""
-    ring, reader = SlabRing(layout, backend=CPU), TensorReader(layout, WeightSource.of(named))
-    for index, slab in enumerate(layout.slabs):
-        sent, lease = ring.pack(index, reader.tensors_of(slab)), destination.memory_for(index)
+    """Bring the buckets of ``named`` to ``destination`` as a transport does."""
+    ring, reader = BucketRing(layout, backend=CPU), TensorReader(layout, WeightSource.of(named))
+    for index, bucket in enumerate(layout.buckets):
+        sent, lease = ring.pack(index, reader.tensors_of(bucket)), destination.memory_for(index)
         lease.memory.copy_(sent.memory)
         destination.unpack(lease)
 
@@ -66,9 +66,9 @@ def _slices(draw: st.DrawFn) -> tuple[torch.Tensor, list[slice], bool]:
 
 @given(st.lists(_slices(), min_size=1, max_size=4), st.sampled_from([512, 1024, 4096]))
 @settings(max_examples=80)
-def test_every_slice_of_every_tensor_arrives(wanted: list[tuple[torch.Tensor, list[slice], bool]], slab: int) -> None:
+def test_every_slice_of_every_tensor_arrives(wanted: list[tuple[torch.Tensor, list[slice], bool]], bucket: int) -> None:
     named = [(f"t{number}", tensor) for number, (tensor, _, _) in enumerate(wanted)]
-    layout, targets, rules = WeightLayout.plan(named, slab_nbytes=slab), [], []
+    layout, targets, rules = WeightLayout.plan(named, bucket_nbytes=bucket), [], []
     for (name, tensor), (_, slices, turned) in zip(named, wanted, strict=True):
         view = tensor[tuple(slices)]
         room = torch.full([size + 2 for size in view.shape], torch.nan)
@@ -83,29 +83,29 @@ def test_every_slice_of_every_tensor_arrives(wanted: list[tuple[torch.Tensor, li
         assert int(room.isnan().sum()) == room.numel() - target.numel(), "nothing else is overwritten"
 
 
-def direct_slabs(layout: WeightLayout, placed: CopyDestination) -> list[int]:
-    """Return the slabs that are received directly into the targets, without a copy."""
-    return [index for index in range(len(layout.slabs)) if not placed.memory_for(index).copied]
+def direct_buckets(layout: WeightLayout, placed: CopyDestination) -> list[int]:
+    """Return the buckets that are received directly into the targets, without a copy."""
+    return [index for index in range(len(layout.buckets)) if not placed.memory_for(index).copied]
 
 
-def test_what_lies_as_in_the_slabs_is_received_directly_into_the_targets() -> None:
+def test_what_lies_as_in_the_buckets_is_received_directly_into_the_targets() -> None:
     query, key = torch.randn(64, 32), torch.randn(32, 32)
     fused, scale = torch.zeros(96, 32), torch.zeros(3)
     named = [("q", query), ("k", key), ("scale", torch.ones(3))]
-    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES, own_nbytes=512)
+    layout = WeightLayout.plan(named, bucket_nbytes=BUCKET_NBYTES, own_nbytes=512)
     rules = [rule_of("q", query, fused[:64]), rule_of("k", key, fused[64:]), CopyRule.whole("scale", scale)]
     placed = CopyDestination(layout, rules, backend=CPU)
-    assert direct_slabs(layout, placed) == [0, 1, 2, 3]
+    assert direct_buckets(layout, placed) == [0, 1, 2, 3]
     carry(layout, named, placed)
     assert torch.equal(fused, torch.cat([query, key])) and scale.eq(1).all()
 
 
-def test_a_slab_is_not_received_directly_over_bytes_of_others() -> None:
+def test_a_bucket_is_not_received_directly_over_bytes_of_others() -> None:
     named = [("a", torch.ones(5)), ("b", torch.ones(7))]  # the layout has a gap between them
-    layout, room = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES), torch.zeros(400)
+    layout, room = WeightLayout.plan(named, bucket_nbytes=BUCKET_NBYTES), torch.zeros(400)
     rules = [rule_of("a", named[0][1], room[:5]), rule_of("b", named[1][1], room[128:135])]
     placed = CopyDestination(layout, rules, backend=CPU)
-    assert direct_slabs(layout, placed) == []
+    assert direct_buckets(layout, placed) == []
     carry(layout, named, placed)
     assert room.sum() == 12
 
@@ -124,11 +124,11 @@ def test_rules_that_do_not_fit_are_refused(name: str, stride: tuple[int, ...], o
 
 
 def test_the_ring_is_as_small_as_it_is_told_to_be() -> None:
-    layout = WeightLayout.plan([(f"t{n}", torch.zeros(100)) for n in range(40)], slab_nbytes=1024)
-    room = 2 * max(slab.nbytes for slab in layout.slabs) + 8
-    assert len(layout.slabs) > 4
-    assert CopyDestination(layout, [], backend=CPU, slabs=4, ring_nbytes=room).slots == 2
-    assert CopyDestination(layout, [], backend=CPU, slabs=4, ring_nbytes=1).slots == 1
+    layout = WeightLayout.plan([(f"t{n}", torch.zeros(100)) for n in range(40)], bucket_nbytes=1024)
+    room = 2 * max(bucket.nbytes for bucket in layout.buckets) + 8
+    assert len(layout.buckets) > 4
+    assert CopyDestination(layout, [], backend=CPU, buckets=4, ring_nbytes=room).slots == 2
+    assert CopyDestination(layout, [], backend=CPU, buckets=4, ring_nbytes=1).slots == 1
     assert ring_nbytes_of(layout, ring_nbytes=room) == room - 8 < ring_nbytes_of(layout)
 
 
@@ -159,8 +159,8 @@ def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
     tied = torch.randn(40, 40)
     named = [("large", torch.randn(50, 50)), ("tied", tied), ("none", torch.zeros(0, 3)), ("too", tied)]
     named += [(f"small{n}", torch.full((n + 1,), float(n))) for n in range(30)]
-    layout, loader = WeightLayout.plan(named, slab_nbytes=1024), Loader()
-    carry(layout, named, TensorStream(layout, loader, backend=CPU, slabs=2))
+    layout, loader = WeightLayout.plan(named, bucket_nbytes=1024), Loader()
+    carry(layout, named, TensorStream(layout, loader, backend=CPU, buckets=2))
     assert loader.calls == ["begin", "finish"]
     loaded = dict(loader.loaded)
     assert len(loader.loaded) == len(named) and loaded.keys() == dict(named).keys()
@@ -171,7 +171,7 @@ def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
 
 
 def weights_of(version: int) -> Tensors:
-    """Return tensors of every kind; some are larger than a slab, and no row of theirs divides a slab."""
+    """Return tensors of every kind; some are larger than a bucket, and no row of theirs divides a bucket."""
     torch.manual_seed(version)
     embeddings = torch.randn(40, 24)
     return {
@@ -236,7 +236,7 @@ class Allocated(TorchDispatchMode):
 def send_or_receive(rank: int, address: str, transport: str) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=300.0) as sender:
+        with WeightSender(store, transport=transport, bucket_nbytes=BUCKET_NBYTES, timeout_s=300.0) as sender:
             sender.wait_for_receivers(WORKERS)
             for version in (1, 2, 3, 4):
                 report = sender.publish(version, weights_of(version).items())
@@ -254,7 +254,7 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
     def make_destination(layout: WeightLayout) -> CopyDestination:
         rules = [rule_of(name, views[name], target) for name, target in targets.items()]
         plans.append(layout)
-        return CopyDestination(layout, rules, backend=CPU, slabs=2)
+        return CopyDestination(layout, rules, backend=CPU, buckets=2)
 
     receiver = EngineReceiver(worker, backend=CPU, make_destination=make_destination)
     members = LinkRegistrations(store, name="policy", replicas=[f"r0/{worker}"])
@@ -296,8 +296,8 @@ def receive(store: Any, address: str, worker: int) -> list[int]:
 def test_each_worker_receives_its_shares_with_a_ring_alone(transport: str) -> None:
     store = serve_store()
     _, *allocated = run_processes(send_or_receive, 1 + WORKERS, store_address(store), transport, timeout_s=1200.0)
-    layout = WeightLayout.plan(weights_of(0).items(), slab_nbytes=SLAB_NBYTES)
-    assert layout.payload_nbytes > 10 * SLAB_NBYTES
+    layout = WeightLayout.plan(weights_of(0).items(), bucket_nbytes=BUCKET_NBYTES)
+    assert layout.payload_nbytes > 10 * BUCKET_NBYTES
     for first, second, third, after_release in allocated:
-        assert first <= 2 * SLAB_NBYTES + 2048, "the ring, and the checksums"
+        assert first <= 2 * BUCKET_NBYTES + 2048, "the ring, and the checksums"
         assert max(second, third) <= 2048 < after_release <= first, "only the ring is allocated again"

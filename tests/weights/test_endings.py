@@ -95,11 +95,11 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
     store: Store, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = Collective(fault=fault)
-    options = {"transport": transport, "slab_nbytes": 4096, "timeout_s": 600.0}
+    options = {"transport": transport, "bucket_nbytes": 4096, "timeout_s": 600.0}
     with sender_of(store, **options) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         if fault == "interrupt":
-            monkeypatch.setattr("hwrl.weights.slabs.TensorReader.finish", _interrupt)
+            monkeypatch.setattr("hwrl.weights.buckets.TensorReader.finish", _interrupt)
         begin = time.monotonic()
         with pytest.raises((LayoutMismatchError, KeyboardInterrupt)):
             sender.publish(1, weights.source())
@@ -112,7 +112,7 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
 def test_a_receiver_held_in_a_transfer_learns_soon_that_the_sender_gave_up(store: Store) -> None:
     weights = Collective(fault="wrong tensor")
     with (
-        sender_of(store, slab_nbytes=4096, timeout_s=600.0) as sender,
+        sender_of(store, bucket_nbytes=4096, timeout_s=600.0) as sender,
         receiver_of(store, transports=received_by("device", Held)) as receiver,
     ):
         waiting, begin = beside(lambda: receiver.receive(timeout_s=600.0)), time.monotonic()
@@ -127,7 +127,7 @@ def test_attempts_that_fail_are_read_to_their_end_and_the_last_one_is_named_to_t
     weights = Collective()
     transports = received_by("ipc", Failing)
     with (
-        sender_of(store, transport="ipc", slab_nbytes=4096, timeout_s=600.0) as sender,
+        sender_of(store, transport="ipc", bucket_nbytes=4096, timeout_s=600.0) as sender,
         receiver_of(store, transports=transports) as receiver,
     ):
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))

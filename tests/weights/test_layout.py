@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
-from hwrl.weights import SlabRing, WeightLayout, WeightSource
+from hwrl.weights import BucketRing, WeightLayout, WeightSource
+from hwrl.weights.buckets import Checksums, TensorReader
 from hwrl.weights.destination import FlatVersion
 from hwrl.weights.messages import VoteKind
-from hwrl.weights.slabs import Checksums, TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
-SLAB_NBYTES = 2048
+BUCKET_NBYTES = 2048
 CPU = CpuBackend(INFO)
 
 Named = list[tuple[str, torch.Tensor]]
@@ -50,16 +50,16 @@ def _reader(layout: WeightLayout, named: Named) -> TensorReader:
 
 
 def _sent(layout: WeightLayout, named: Named) -> FlatVersion:
-    """Carry every slab as a transport would, and check its checksum on both sides."""
-    buffer = SlabRing(layout, backend=CPU)
+    """Carry every bucket as a transport would, and check its checksum on both sides."""
+    buffer = BucketRing(layout, backend=CPU)
     flat = FlatVersion(layout, torch.device("cpu"))
     ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
     reader = _reader(layout, named)
-    for index in range(len(layout.slabs)):
-        lease = buffer.pack(index, reader.tensors_of(layout.slabs[index]))
+    for index in range(len(layout.buckets)):
+        lease = buffer.pack(index, reader.tensors_of(layout.buckets[index]))
         ours.add(index, lease.memory)
-        flat.slabs[index].copy_(lease.memory)
-        theirs.add(index, flat.slabs[index])
+        flat.buckets[index].copy_(lease.memory)
+        theirs.add(index, flat.buckets[index])
     reader.finish()
     assert theirs.compare(ours.values).kind is VoteKind.WHOLE
     return flat
@@ -72,7 +72,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 @given(_models())
 @settings(max_examples=150)
 def test_every_model_arrives_bit_for_bit(named: Named) -> None:
-    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
+    layout = WeightLayout.plan(named, bucket_nbytes=BUCKET_NBYTES)
     received = _sent(layout, named).tensors
     assert list(received) == [name for name, _ in named]
     for name, tensor in named:
@@ -82,23 +82,23 @@ def test_every_model_arrives_bit_for_bit(named: Named) -> None:
 
 @given(_models())
 @settings(max_examples=60)
-def test_slabs_and_offsets_keep_their_bounds(named: Named) -> None:
-    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
-    assert all(slab.nbytes <= SLAB_NBYTES and slab.offset % 512 == 0 for slab in layout.slabs)
+def test_buckets_and_offsets_keep_their_bounds(named: Named) -> None:
+    layout = WeightLayout.plan(named, bucket_nbytes=BUCKET_NBYTES)
+    assert all(bucket.nbytes <= BUCKET_NBYTES and bucket.offset % 512 == 0 for bucket in layout.buckets)
     assert all(entry.offset % 512 == 0 for entry in layout.entries)
-    carried = sum(piece.nbytes for slab in layout.slabs for piece in slab.pieces)
+    carried = sum(piece.nbytes for bucket in layout.buckets for piece in bucket.pieces)
     assert carried == layout.payload_nbytes
-    ends = [slab.offset + slab.nbytes for slab in layout.slabs]
-    assert all(end <= slab.offset for end, slab in zip(ends, layout.slabs[1:], strict=False))
+    ends = [bucket.offset + bucket.nbytes for bucket in layout.buckets]
+    assert all(end <= bucket.offset for end, bucket in zip(ends, layout.buckets[1:], strict=False))
 
 
 @given(_models())
 @settings(max_examples=60)
 def test_json_gives_the_same_layout_and_hash(named: Named) -> None:
-    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
+    layout = WeightLayout.plan(named, bucket_nbytes=BUCKET_NBYTES)
     again = WeightLayout.from_json(layout.to_json())
     assert again == layout and again.hash == layout.hash
-    other = WeightLayout.plan([*named, ("one more", torch.zeros(1))], slab_nbytes=SLAB_NBYTES)
+    other = WeightLayout.plan([*named, ("one more", torch.zeros(1))], bucket_nbytes=BUCKET_NBYTES)
     assert other.hash != layout.hash
 
 
@@ -122,7 +122,7 @@ _ROWS = st.lists(
     | st.fixed_dictionaries(
         {
             "format": st.just(2),
-            "slab_nbytes": st.just(512) | _JSON,
+            "bucket_nbytes": st.just(512) | _JSON,
             "own_nbytes": st.just(512) | _JSON,
             "alignment": st.just(16) | _JSON,
             "tensors": _ROWS,
@@ -135,12 +135,12 @@ def test_hostile_json_is_refused_or_is_a_layout(found: object) -> None:
         layout = WeightLayout.from_json(json.dumps(found))
     except LayoutMismatchError:
         return
-    assert layout.nbytes <= len(layout.slabs) * layout.slab_nbytes + 512 * len(layout.entries)
+    assert layout.nbytes <= len(layout.buckets) * layout.bucket_nbytes + 512 * len(layout.entries)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[" * 100_000, b"\xff\xfe", '{"format":2,"slab_nbytes":512,"tensors":[]}', "1" * 5000, "NaN"],
+    ["", "{", "[" * 100_000, b"\xff\xfe", '{"format":2,"bucket_nbytes":512,"tensors":[]}', "1" * 5000, "NaN"],
     ids=["empty", "cut", "deep", "binary", "newer", "long", "nan"],
 )
 def test_malformed_text_is_refused(text: str | bytes) -> None:
@@ -194,23 +194,23 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 @given(st.integers(1, 200_000), st.integers(0, 10**9), st.integers(1, 255))
 @settings(max_examples=50)
 def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: int) -> None:
-    layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], slab_nbytes=1 << 18)
+    layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], bucket_nbytes=1 << 18)
     flat = FlatVersion(layout, torch.device("cpu"))
     raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    flat.slabs[0].copy_(raw)
+    flat.buckets[0].copy_(raw)
     before, after = Checksums(layout, device=raw.device), Checksums(layout, device=raw.device)
-    before.add(0, flat.slabs[0])
-    flat.slabs[0][place % nbytes] ^= change
-    after.add(0, flat.slabs[0])
-    assert str(after.compare(before.values)) == "corrupt: slabs [0] of 1"
+    before.add(0, flat.buckets[0])
+    flat.buckets[0][place % nbytes] ^= change
+    after.add(0, flat.buckets[0])
+    assert str(after.compare(before.values)) == "corrupt: buckets [0] of 1"
 
 
 def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
     big, turned = torch.randn(64, 64), torch.randn(64, 64).T
-    layout = WeightLayout.plan([("big", big), ("turned", turned)], slab_nbytes=8192)
-    buffer = SlabRing(layout, backend=CPU)
+    layout = WeightLayout.plan([("big", big), ("turned", turned)], bucket_nbytes=8192)
+    buffer = BucketRing(layout, backend=CPU)
     reader = _reader(layout, [("big", big), ("turned", turned)])
-    leases = [buffer.pack(index, reader.tensors_of(slab)) for index, slab in enumerate(layout.slabs)]
+    leases = [buffer.pack(index, reader.tensors_of(bucket)) for index, bucket in enumerate(layout.buckets)]
     assert [lease.copied for lease in leases] == [False, False, True, True]
     assert leases[0].memory.data_ptr() == big.data_ptr()
 
@@ -230,27 +230,28 @@ class _Done(Pending):
 
 def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
     named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]
-    layout = WeightLayout.plan(named, slab_nbytes=1024)
-    buffer, reader = SlabRing(layout, backend=CPU, slabs=2), _reader(layout, named)
-    first, broadcast = buffer.pack(0, reader.tensors_of(layout.slabs[0])), _Done()
+    layout = WeightLayout.plan(named, bucket_nbytes=1024)
+    buffer, reader = BucketRing(layout, backend=CPU, buckets=2), _reader(layout, named)
+    first, broadcast = buffer.pack(0, reader.tensors_of(layout.buckets[0])), _Done()
     first.in_use_until(broadcast)
-    buffer.pack(1, reader.tensors_of(layout.slabs[1]))
+    buffer.pack(1, reader.tensors_of(layout.buckets[1]))
     assert not broadcast.waited
-    buffer.pack(2, reader.tensors_of(layout.slabs[2]))
+    buffer.pack(2, reader.tensors_of(layout.buckets[2]))
     assert broadcast.waited
-    with pytest.raises(WeightsError, match="slab 0 is no longer in the ring"):
+    with pytest.raises(WeightsError, match="bucket 0 is no longer in the ring"):
         first.in_use_until(broadcast)
 
 
-def test_packing_again_allocates_no_slab() -> None:
+def test_packing_again_allocates_no_bucket() -> None:
     named = [(f"t{number}", torch.zeros(3, 5).T) for number in range(200)]
-    layout = WeightLayout.plan(named, slab_nbytes=1 << 16)
-    buffer = SlabRing(layout, backend=CPU)
+    layout = WeightLayout.plan(named, bucket_nbytes=1 << 16)
+    buffer = BucketRing(layout, backend=CPU)
 
     def pack() -> list[int]:
         reader = _reader(layout, named)
         return [
-            buffer.pack(index, reader.tensors_of(slab)).memory.data_ptr() for index, slab in enumerate(layout.slabs)
+            buffer.pack(index, reader.tensors_of(bucket)).memory.data_ptr()
+            for index, bucket in enumerate(layout.buckets)
         ]
 
     places = [pack() for _ in range(3)]

@@ -23,9 +23,9 @@ from hwrl.errors import (
     TransferFailedError,
 )
 from hwrl.weights import TRANSPORTS, WeightReceiver, WeightSource
+from hwrl.weights.buckets import TensorReader
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import TensorReader
 from hwrl.weights.transport import SenderRound
 from hwrl.weights.transports.device import DeviceSender, Lanes
 from hwrl_cpu import INFO, CpuBackend
@@ -189,7 +189,7 @@ def _into(store: Store, targets: dict[str, torch.Tensor]) -> WeightReceiver:
 def test_a_version_is_received_into_the_receivers_own_tensors(store: Store) -> None:
     targets = {"b": torch.zeros(()), "w": torch.zeros(1400)[::2], "other": torch.ones(3)}
     places = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    with sender_of(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
+    with sender_of(store, bucket_nbytes=1024) as sender, _into(store, targets) as receiver:
         for version in (1, 2):
             exchange(sender, [receiver], version)
             assert targets["w"].eq(version).all() and targets["b"].item() == version
@@ -209,7 +209,7 @@ def test_tied_tensors_reach_targets_that_are_not_tied(store: Store) -> None:
 
 def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_them(store: Store) -> None:
     targets = {"w": torch.zeros(700), "b": torch.zeros(())}
-    backend = CorruptingBackend(at=2)  # a slab and the sums are one version
+    backend = CorruptingBackend(at=2)  # a bucket and the sums are one version
     with sender_of(store) as sender, WeightReceiver(store, replica="r0", backend=backend, into=targets) as receiver:
         exchange(sender, [receiver], 1)
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
@@ -251,7 +251,7 @@ def test_an_offer_that_comes_between_two_looks_is_not_overslept(store: Store, mo
 def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
     store: Store, targets: dict[str, torch.Tensor], why: str
 ) -> None:
-    with sender_of(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
+    with sender_of(store, bucket_nbytes=1024) as sender, _into(store, targets) as receiver:
         publishing = beside(lambda: sender.publish(1, model_of(1)))
         with pytest.raises(LayoutMismatchError, match=why):
             receiver.receive(timeout_s=600.0)
@@ -286,7 +286,7 @@ class _Made:
 
 def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store) -> None:
     made = _Made(50)
-    with sender_of(store, slab_nbytes=8192, slabs=2) as sender, receiver_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=8192, buckets=2) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         sender.publish(1, made.source())
         assert [int(tensor[0]) for tensor in waiting().values()] == list(range(50))
@@ -297,8 +297,8 @@ class _Breaking(DeviceSender):
     """Loses its receivers after the tensors were read."""
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
-        tensors = [reader.tensors_of(slab) for slab in reader.layout.slabs]
-        raise CommError("a receiver was lost", why="a test", fix=f"none: {len(tensors)} slabs were read")
+        tensors = [reader.tensors_of(bucket) for bucket in reader.layout.buckets]
+        raise CommError("a receiver was lost", why="a test", fix=f"none: {len(tensors)} buckets were read")
 
 
 def test_a_torn_transfer_keeps_no_tensor_alive(store: Store) -> None:
@@ -373,8 +373,8 @@ def test_a_look_at_the_members_does_not_ask_for_receivers_that_left_long_ago(
 def test_wrong_options_are_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="no transport 'carrier pigeon'"):
         sender_of(store, transport="carrier pigeon")
-    with pytest.raises(ConfigError, match="slab_nbytes=1000"):
-        sender_of(store, slab_nbytes=1000)
+    with pytest.raises(ConfigError, match="bucket_nbytes=1000"):
+        sender_of(store, bucket_nbytes=1000)
     with pytest.raises(ConfigError, match="versions=0"):
         sender_of(store, transport="host", versions=0)
     with sender_of(store) as sender, pytest.raises(TransferFailedError, match="more than strings and numbers"):

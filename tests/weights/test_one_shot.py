@@ -20,7 +20,7 @@ from tests.support.weight_link import beside, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
-SLAB_NBYTES = 4096
+BUCKET_NBYTES = 4096
 COUNT = 40
 
 
@@ -42,8 +42,8 @@ class Generated:
 
 
 NBYTES = sum(4 * (100 + 37 * number) for number in range(COUNT))
-HELD_NBYTES = 6 * SLAB_NBYTES + 2 * 4 * (100 + 37 * COUNT)
-"""The slabs under way, and two tensors."""
+HELD_NBYTES = 6 * BUCKET_NBYTES + 2 * 4 * (100 + 37 * COUNT)
+"""The buckets under way, and two tensors."""
 
 
 class Loader:
@@ -71,7 +71,7 @@ def _send_generated(rank: int, address: str, transport: str) -> Any:
     store = connect_store(address)
     if rank == 0:
         with WeightSender(
-            store, backend=_cpu(), transport=transport, slab_nbytes=SLAB_NBYTES, timeout_s=600.0
+            store, backend=_cpu(), transport=transport, bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0
         ) as sender:
             sender.wait_for_receivers(["r1", "r2", "r3"])
             reports, held = [], []
@@ -118,7 +118,7 @@ def _send_past_deaths(rank: int, address: str) -> Any:
     if rank == 0:
         ends: list[Any] = []
         # A third of the timeout is for votes of the dead.
-        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=slow(4.0)) as sender:
+        with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=slow(4.0)) as sender:
             sender.wait_for_receivers(["r1", "r2", "r3"])
             for version in (1, 2, 3):
                 generated, begin = Generated(version), time.monotonic()
@@ -173,7 +173,7 @@ def _make_together(rank: int, address: str) -> float:
                 pass
         group.close()
         return time.monotonic() - begin
-    with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=600.0) as sender:
+    with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
         assert sender.publish(5, tensors()).receivers == 0
         with pytest.raises(TransferFailedError, match="cannot follow"):
             sender.publish(4, tensors())
@@ -208,7 +208,7 @@ def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
 def test_a_receiver_without_a_place_for_a_tensor_leaves(store: Store) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in Generated(1).tensors()}
     late = into.popitem()
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, into=into) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store, into=into) as receiver:
         waiting = beside(receiver.receive)
         assert sender.publish(1, Generated(1).tensors()).receivers == 0
         with pytest.raises(LayoutMismatchError, match=late[0]):
@@ -226,7 +226,7 @@ def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store:
     generated = Generated(1)
     metadata = [(name, tensor.to("meta")) for name, tensor in Generated(0).tensors()]
     source = WeightSource(lambda: iter(metadata), generated.tensors, one_shot=True)
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store) as receiver:
         waiting = beside(receiver.receive)
         sender.wait_for_receivers(["r0"])
         sender.publish(1, source)
@@ -238,7 +238,7 @@ def test_a_name_that_comes_twice_is_refused_before_the_version_is_committed(stor
         yield from Generated(1).tensors()
         yield "t0", torch.zeros(3)
 
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store) as receiver:
         waiting = beside(receiver.receive)
         sender.wait_for_receivers(1)
         with pytest.raises(LayoutMismatchError, match="two tensors are called 't0'"):

@@ -21,13 +21,13 @@ from tests.support.faulty import CorruptingBackend, DyingBackend, LateBackend
 from tests.support.speed import slow
 from tests.support.weight_link import channel_of, newest_proposal
 
-SLAB_NBYTES = 4096
+BUCKET_NBYTES = 4096
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 def _model(version: int) -> Named:
-    """A hard list: 0-d, odd sizes, mixed dtypes, not contiguous, tied, empty, larger than a slab."""
+    """A hard list: 0-d, odd sizes, mixed dtypes, not contiguous, tied, empty, larger than a bucket."""
     generator = torch.Generator().manual_seed(version)
     embed = torch.randn(61, 40, generator=generator)
     return [
@@ -65,7 +65,7 @@ def _cpu() -> Backend:
 def _send_and_receive(rank: int, address: str, transport: Any) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, backend=_cpu(), transport=transport, slab_nbytes=SLAB_NBYTES) as sender:
+        with WeightSender(store, backend=_cpu(), transport=transport, bucket_nbytes=BUCKET_NBYTES) as sender:
             sender.wait_for_receivers(2)
             reports = []
             for version in (3, 4, 9):
@@ -106,7 +106,7 @@ def _send_past_a_death(rank: int, address: str, dies: int) -> Any:
     store = connect_store(address)
     if rank == 0:
         store.set("joined 0", "")
-        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=600.0) as sender:
+        with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
             sender.wait_for_receivers(3)
             begin = time.monotonic()
             first = sender.publish(1, _model(1))
@@ -140,7 +140,7 @@ def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_versi
 def _send_to_a_corrupter(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=600.0) as sender:
+        with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
             sender.wait_for_receivers(2)
             first = sender.publish(1, _model(1))
             sender.wait_for_receivers(2, timeout_s=600.0)
@@ -150,7 +150,7 @@ def _send_to_a_corrupter(rank: int, address: str) -> Any:
     backend = CorruptingBackend(at=2) if bad else _cpu()
     with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
         if bad:
-            with pytest.raises(ReceiverExcludedError, match=r"corrupt: slabs \[2\]"):
+            with pytest.raises(ReceiverExcludedError, match=r"corrupt: buckets \[2\]"):
                 receiver.receive(timeout_s=600.0)
             with pytest.raises(ReceiverExcludedError):
                 receiver.poll()
@@ -162,7 +162,7 @@ def _send_to_a_corrupter(rank: int, address: str) -> Any:
         return _is_model(received, 2)
 
 
-def test_a_corrupted_slab_excludes_its_receiver_which_may_join_again() -> None:
+def test_a_corrupted_bucket_excludes_its_receiver_which_may_join_again() -> None:
     store = serve_store()
     sent, *received = run_processes(_send_to_a_corrupter, 3, store_address(store))
     receivers, excluded, later, later_excluded = sent
@@ -174,10 +174,10 @@ def test_a_corrupted_slab_excludes_its_receiver_which_may_join_again() -> None:
 def _sender_dies(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES) as sender:
+        with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES) as sender:
             sender.wait_for_receivers(1)
             sender.publish(7, _model(7))
-        with WeightSender(store, backend=DyingBackend(at=3), slab_nbytes=SLAB_NBYTES) as sender:
+        with WeightSender(store, backend=DyingBackend(at=3), bucket_nbytes=BUCKET_NBYTES) as sender:
             sender.publish(8, _model(8))
         return None
     if rank == 1:
@@ -190,7 +190,7 @@ def _sender_dies(rank: int, address: str) -> Any:
     number = (1 << 32) + 2  # the first proposal of the second sender
     before = ["has 7", f"weights/policy/proposal/{number}", f"weights/policy/ready/{number}/1", "the sender is dead"]
     assert not await_keys(store, before, timeout_s=300.0)
-    with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=600.0) as sender:
+    with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
         return sender.publish(2, _model(2)).receivers
 
 
@@ -267,7 +267,7 @@ def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
             await_keys(store, ["never"], timeout_s=500.0)
 
     backend = LateBackend(at=3, reach=reach, and_later=True)
-    sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES)
+    sender = WeightSender(store, backend=backend, transport="host", bucket_nbytes=BUCKET_NBYTES)
     sender.publish(1, _model(1))
     assert not await_keys(store, ["version 1 was taken"], timeout_s=300.0)
     sender.publish(2, _model(2))

@@ -1,4 +1,4 @@
-"""Several ranks send one version: each its share of the slabs, to all receivers at once."""
+"""Several ranks send one version: each its share of the buckets, to all receivers at once."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hwrl.weights import (
     WeightReceiver,
     WeightSender,
     WeightSource,
-    slab_sizes,
+    bucket_sizes,
 )
+from hwrl.weights.buckets import TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Limits, VoteKind
 from hwrl.weights.ranks import Follower, Reports, ShareReport
-from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
-from hwrl.weights.slabs import TensorReader
+from hwrl.weights.shares import Shares, divide_buckets, sender_ranks
 from hwrl.weights.source import Gatherers
 from hwrl.weights.transport import SenderRound, aborted_when
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend, FaultyBackend
 from tests.support.fsdp_training import engine_on, join, mixture_directory
-from tests.support.sharded_weights import SLAB_NBYTES, TrainerSide, hard_weights, is_exact, receive_all, sharded
+from tests.support.sharded_weights import BUCKET_NBYTES, TrainerSide, hard_weights, is_exact, receive_all, sharded
 from tests.support.speed import slow
 from tests.support.weight_link import channel_of, exchange, newest_proposal, receiver_of, sender_of, store
 
@@ -50,31 +50,31 @@ _VERSIONS = 3
 
 
 @pytest.mark.parametrize("senders", [1, 2, 3, 7])
-def test_shares_are_equal_but_for_a_slab_up_to_every_point(senders: int) -> None:
-    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=SLAB_NBYTES)
-    nbytes, largest = [0] * senders, max(slab.nbytes for slab in layout.slabs)
-    for slab, share in zip(layout.slabs, divide_slabs(layout, senders), strict=True):
-        nbytes[share] += slab.nbytes
+def test_shares_are_equal_but_for_a_bucket_up_to_every_point(senders: int) -> None:
+    layout = WeightLayout.plan(hard_weights(1), bucket_nbytes=BUCKET_NBYTES)
+    nbytes, largest = [0] * senders, max(bucket.nbytes for bucket in layout.buckets)
+    for bucket, share in zip(layout.buckets, divide_buckets(layout, senders), strict=True):
+        nbytes[share] += bucket.nbytes
         assert max(nbytes) - min(nbytes) <= largest
     assert min(nbytes) > 0
 
 
-def test_each_share_needs_the_tensors_of_its_slabs_and_the_first_the_empty_ones() -> None:
-    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=SLAB_NBYTES)
+def test_each_share_needs_the_tensors_of_its_buckets_and_the_first_the_empty_ones() -> None:
+    layout = WeightLayout.plan(hard_weights(1), bucket_nbytes=BUCKET_NBYTES)
     shares = Shares(layout, sender_ranks(3, 4))
     assert shares.ranks == (0, 1, 2)
     names = [{layout.entries[number].name for number in shares.entries_of(share)} for share in range(3)]
     assert set().union(*names) == {entry.name for entry in layout.entries}
     assert "empty" in names[0] and all(("head" in mine) == ("embed" in mine) for mine in names)
-    assert sum("embed" in mine for mine in names) > 1, "it is larger than a slab"
+    assert sum("embed" in mine for mine in names) > 1, "it is larger than a bucket"
     for share, mine in enumerate(names):
         assert shares.names_beside(share) == {entry.name for entry in layout.entries} - mine
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_a_sender_drops_a_tensor_whose_last_slab_another_sends(share: int) -> None:
-    described = [(f"w.{number}", torch.empty(3 * SLAB_NBYTES // 4, device="meta")) for number in range(8)]
-    layout = WeightLayout.plan(described, slab_nbytes=SLAB_NBYTES)
+def test_a_sender_drops_a_tensor_whose_last_bucket_another_sends(share: int) -> None:
+    described = [(f"w.{number}", torch.empty(3 * BUCKET_NBYTES // 4, device="meta")) for number in range(8)]
+    layout = WeightLayout.plan(described, bucket_nbytes=BUCKET_NBYTES)
     made: list[weakref.ref[torch.Tensor]] = []
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,19 +84,19 @@ def test_a_sender_drops_a_tensor_whose_last_slab_another_sends(share: int) -> No
 
     source = WeightSource(lambda: iter(described), read)
     reader, held = TensorReader(layout, source, shares=Shares(layout, (0, 1)), share=share), []
-    for slab, owner in zip(layout.slabs, divide_slabs(layout, 2), strict=True):
+    for bucket, owner in zip(layout.buckets, divide_buckets(layout, 2), strict=True):
         if owner == share:
-            assert len(reader.tensors_of(slab)) == 1
+            assert len(reader.tensors_of(bucket)) == 1
             held.append(sum(one() is not None for one in made))
     assert len(made) == 8 and max(held) == 1
 
 
 @pytest.mark.parametrize("senders", range(1, 9))
 @pytest.mark.parametrize("streams", [False, True])
-def test_any_number_of_senders_has_slabs_that_can_be_planned(senders: int, streams: bool) -> None:
-    slab_nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders)
-    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
-    assert layout.slab_nbytes == slab_nbytes
+def test_any_number_of_senders_has_buckets_that_can_be_planned(senders: int, streams: bool) -> None:
+    bucket_nbytes, own_nbytes = bucket_sizes(streams=streams, senders=senders)
+    layout = WeightLayout.plan(hard_weights(1), bucket_nbytes=bucket_nbytes, own_nbytes=own_nbytes)
+    assert layout.bucket_nbytes == bucket_nbytes
 
 
 # -- every tensor arrives -------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _send_or_receive_a_mixture(rank: int, directory: Path, address: str) -> Any:
             return dict(receiver.receive(timeout_s=600.0))
     group = join(rank, address, 2)
     engine = engine_on(directory, group)
-    with WeightSender(store, group=group, backend=backend, senders=2, slab_nbytes=SLAB_NBYTES) as sender:
+    with WeightSender(store, group=group, backend=backend, senders=2, bucket_nbytes=BUCKET_NBYTES) as sender:
         sender.wait_for_receivers(1, timeout_s=600.0)
         return sender.publish(1, WeightSource(engine.weights_metadata, engine.named_weights)).nbytes
 
@@ -161,7 +161,7 @@ class RaisingBackend(FaultyBackend):
     """Raises an error that is no communication error."""
 
     def fail(self, received: torch.Tensor) -> None:
-        raise MemoryError("no room for a slab")
+        raise MemoryError("no room for a bucket")
 
 
 class HangingBackend(FaultyBackend):
@@ -224,7 +224,7 @@ def test_an_error_of_a_sending_rank_ends_the_version_for_all_and_the_next_one_is
     store = serve_store()
     with Processes(_send_with_a_broken_rank, 4, store_address(store), "raises") as processes:
         (failure, took_s), (own, _), *received = [processes.wait(rank).value for rank in range(4)]
-    assert "rank 1 of the senders could not send its share" in failure and "no room for a slab" in failure
+    assert "rank 1 of the senders could not send its share" in failure and "no room for a bucket" in failure
     assert own.startswith("MemoryError") and took_s < slow(45)
     for told, kept, last in received:
         assert "rank 1 of the senders could not send its share" in told
@@ -300,7 +300,7 @@ def test_a_sending_rank_that_cannot_read_the_layout_tells_rank_0_at_once(store: 
     proposal = replace(newest_proposal(store), number=channel.reserve_number(1), layout_hash="none", senders=2)
     channel.propose(proposal)
     sending = SenderRound(proposal, channel, Membership(channel))
-    options: Any = {"name": "policy", "backend": CpuBackend(INFO), "senders": 2, "slabs": 4, "transports": TRANSPORTS}
+    options: Any = {"name": "policy", "backend": CpuBackend(INFO), "senders": 2, "buckets": 4, "transports": TRANSPORTS}
     follower = Follower(store, group, **options)
     with pytest.raises(LayoutMismatchError):
         follower.follow(WeightSource.of(hard_weights(1)), proposal.number)

@@ -123,13 +123,15 @@ def test_only_lists_tuples_and_items_of_dicts_hold_their_tensors() -> None:
     assert not WeightSource.of(Lazy().items()).holds_tensors
 
 
-@pytest.mark.parametrize("slab_nbytes", [512, 1 << 20])
+@pytest.mark.parametrize("bucket_nbytes", [512, 1 << 20])
 @pytest.mark.parametrize("transport", ["device", "host"])
-def test_views_that_conjugate_or_negate_arrive_as_they_are_read(store: Store, transport: str, slab_nbytes: int) -> None:
+def test_views_that_conjugate_or_negate_arrive_as_they_are_read(
+    store: Store, transport: str, bucket_nbytes: int
+) -> None:
     first = torch.complex(torch.arange(200.0), torch.arange(200.0) + 0.5)
     weights = {"first": first, "conjugated": first.conj(), "again": first.conj(), "negated": first.conj().imag}
     with (
-        sender_of(store, transport=transport, slab_nbytes=slab_nbytes) as sender,
+        sender_of(store, transport=transport, bucket_nbytes=bucket_nbytes) as sender,
         receiver_of(store) as receiver,
     ):
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))

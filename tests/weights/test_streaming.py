@@ -18,7 +18,7 @@ from tests.support.weight_link import beside, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
-SLAB_NBYTES = 4096
+BUCKET_NBYTES = 4096
 
 
 def _stream_of(store: Store, replica: str = "s0", **options: Any) -> StreamReceiver:
@@ -26,7 +26,7 @@ def _stream_of(store: Store, replica: str = "s0", **options: Any) -> StreamRecei
 
 
 def _tensors(version: int) -> list[NamedTensor]:
-    """More slabs than the ring has, a tensor larger than a slab, empty, tied, odd and 0-d ones."""
+    """More buckets than the ring has, a tensor larger than a bucket, empty, tied, odd and 0-d ones."""
     tied = torch.full((50, 3), float(version))
     return [
         ("tied", tied),
@@ -59,7 +59,7 @@ def _version_of(receiver: StreamReceiver) -> int | None:
 
 
 def test_tensors_come_while_the_sender_still_sends_and_belong_to_the_caller(store: Store) -> None:
-    with sender_of(store, slab_nbytes=SLAB_NBYTES, slabs=2) as sender, _stream_of(store, slabs=2) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES, buckets=2) as sender, _stream_of(store, buckets=2) as receiver:
         kept: dict[str, torch.Tensor] = {}
         for version in (1, 2):
             publishing = beside(functools.partial(_publish, sender, version))
@@ -78,7 +78,7 @@ def test_tensors_come_while_the_sender_still_sends_and_belong_to_the_caller(stor
 
 
 def test_leaving_the_context_early_reads_on_to_the_decision(store: Store) -> None:
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: sender.publish(1, _tensors(1)))
         with receiver.stream() as incoming:
             next(incoming)
@@ -87,9 +87,9 @@ def test_leaving_the_context_early_reads_on_to_the_decision(store: Store) -> Non
 
 def test_a_loader_that_fails_leaves_and_the_others_get_the_version(store: Store) -> None:
     with (
-        sender_of(store, slab_nbytes=SLAB_NBYTES, slabs=2) as sender,
+        sender_of(store, bucket_nbytes=BUCKET_NBYTES, buckets=2) as sender,
         receiver_of(store) as other,
-        _stream_of(store, slabs=2) as receiver,
+        _stream_of(store, buckets=2) as receiver,
     ):
         publishing, waiting = beside(lambda: sender.publish(1, _tensors(1))), beside(other.receive)
         with pytest.raises(ZeroDivisionError), receiver.stream() as incoming:
@@ -107,9 +107,9 @@ def test_a_loader_that_fails_leaves_and_the_others_get_the_version(store: Store)
 
 def test_wrong_bytes_are_no_version(store: Store) -> None:
     wrong = CorruptingBackend(at=3)
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store, backend=wrong) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, _stream_of(store, backend=wrong) as receiver:
         publishing = beside(lambda: sender.publish(1, _tensors(1)))
-        with pytest.raises(ReceiverExcludedError, match=r"corrupt: slabs \[3\]"), receiver.stream() as incoming:
+        with pytest.raises(ReceiverExcludedError, match=r"corrupt: buckets \[3\]"), receiver.stream() as incoming:
             for _ in incoming:
                 pass
         assert publishing().receivers == 0 and receiver.version is None and incoming.received is None
@@ -121,7 +121,7 @@ def test_nothing_to_stream_is_a_timeout(store: Store) -> None:
 
 
 def test_a_cancelled_stream_ends_soon_and_the_next_one_works(store: Store) -> None:
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, _stream_of(store) as receiver:
         begin = time.monotonic()
         incoming = receiver.stream()
         incoming.cancel()
@@ -144,7 +144,7 @@ def test_a_stream_closed_after_the_decision_and_before_its_end_has_no_version(
     with sender_of(store, transport=transport) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: sender.publish(1, small))
         incoming = receiver.stream()
-        assert publishing().receivers == 1, "both tensors are in one slab, which waits here for the consumer"
+        assert publishing().receivers == 1, "both tensors are in one bucket, which waits here for the consumer"
         for _ in range(taken):
             next(incoming)
         incoming.close()
@@ -171,7 +171,7 @@ def test_a_consumer_that_fails_with_the_last_tensor_has_no_version(store: Store)
 
 
 def test_a_stream_that_was_left_open_ends_when_the_next_one_begins(store: Store) -> None:
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: _publish_until_joined(sender, 1))
         abandoned = receiver.stream()
         next(abandoned)
@@ -216,7 +216,7 @@ class _Recorder:
 
 def test_a_loader_gets_one_beginning_and_one_end_also_for_a_generator(store: Store) -> None:
     loader = _Recorder()
-    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, loader=loader) as receiver:
+    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store, loader=loader) as receiver:
         for version in (1, 2):
             waiting = beside(receiver.receive)
             sender.wait_for_receivers(1)
@@ -235,7 +235,7 @@ def test_a_receiver_has_one_place(store: Store) -> None:
 def _stream_past_a_death(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 0:
-        with WeightSender(store, backend=CpuBackend(INFO), slab_nbytes=SLAB_NBYTES, timeout_s=slow(4.0)) as sender:
+        with WeightSender(store, backend=CpuBackend(INFO), bucket_nbytes=BUCKET_NBYTES, timeout_s=slow(4.0)) as sender:
             sender.wait_for_receivers(["s1", "s2"])
             report = sender.publish(1, _tensors(1))
             return report.receivers, set(report.excluded)
@@ -255,7 +255,9 @@ def test_a_stream_goes_on_with_the_repeated_transfer_when_another_receiver_is_ki
 
 def _die_in_mid_stream(rank: int, address: str) -> None:
     backend = DyingBackend(at=8) if rank == 0 else CpuBackend(INFO)
-    with WeightSender(connect_store(address), backend=backend, slab_nbytes=SLAB_NBYTES, timeout_s=slow(1.0)) as sender:
+    with WeightSender(
+        connect_store(address), backend=backend, bucket_nbytes=BUCKET_NBYTES, timeout_s=slow(1.0)
+    ) as sender:
         sender.wait_for_receivers(1)
         sender.publish(1, _tensors(1))
 
@@ -272,7 +274,7 @@ def test_a_sender_killed_in_mid_stream_leaves_no_version_and_the_next_sender_rep
                     pass
             assert incoming.attempts == 1 and receiver.version is None
             assert "exit code -9" in str(processes.wait(0).error)
-        with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store) as other:
+        with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store) as other:
             streaming = receiver.stream()
             waiting = beside(other.receive)
             sender.wait_for_receivers(2)

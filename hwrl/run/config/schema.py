@@ -82,7 +82,7 @@ class WeightsConfig(Section):
     keep_old_version: bool = False
     """Double-buffer the weights in each replica: it uses the old version during a transfer, and after a failed one."""
     update_weights_bucket_megabytes: Mebibytes | None = None
-    """Size of a slab in MiB; null: by device. Workers receive through a ring of 8 slabs, at most 1 GiB."""
+    """Size of a bucket in MiB; null: by device. Workers receive through a ring of 8 buckets, at most 1 GiB."""
     timeout_s: Seconds = 60.0
     """Time limit for a replica to take part in a transfer. After that it is excluded and must join again."""
 

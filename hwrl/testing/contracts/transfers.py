@@ -33,9 +33,9 @@ from hwrl.weights import (
     with_transport,
 )
 
-_TENSORS, _LENGTH, _SLAB_NBYTES, _SLABS = 24, 1024, 8192, 2
+_TENSORS, _LENGTH, _BUCKET_NBYTES, _BUCKETS = 24, 1024, 8192, 2
 _HELD = 16
-"""How many of a version's tensors may be alive at once. A sender needs those of its slabs, 4, and some under way."""
+"""How many of a version's tensors may be alive at once. A sender needs those of its buckets, 4, and some under way."""
 _TIMEOUT_S = 10.0
 _WAIT_S = 60.0
 _CallResultT = TypeVar("_CallResultT")
@@ -77,7 +77,7 @@ class TransferContract:
         assert receiver.version == 1 and _holds(before, 1)
         link.exchange(3, [receiver])
 
-    def test_a_damaged_slab_never_commits(self, link: TransferLink) -> None:
+    def test_a_damaged_bucket_never_commits(self, link: TransferLink) -> None:
         """The receiver computes other sums than the sender's: the transfer fails, and the receiver has no version."""
         whole = link.join("whole")
         link.exchange(1, [whole])
@@ -108,7 +108,7 @@ class TransferContract:
         assert link.living() == 0, f"the sender still holds {link.living()} of the sent tensors"
 
     def test_the_source_is_read_as_it_is_sent(self, link: TransferLink) -> None:
-        """A sender holds the tensors of the slabs on their way, not those of a whole version."""
+        """A sender holds the tensors of the buckets on their way, not those of a whole version."""
         receiver = link.join("replica")
         link.exchange(1, [receiver])
         assert link.most_living <= _HELD, f"{link.most_living} of {_TENSORS} tensors were held at once"
@@ -128,8 +128,8 @@ class TransferLink:
             backend=backend,
             transport=transport,
             transports=self._transports,
-            slab_nbytes=_SLAB_NBYTES,
-            slabs=_SLABS,
+            bucket_nbytes=_BUCKET_NBYTES,
+            buckets=_BUCKETS,
             timeout_s=scaled(_TIMEOUT_S),
         )
 
@@ -146,7 +146,7 @@ class TransferLink:
         transports = dict(self._transports)
         if damaged:
             transports[self.transport] = with_damage(transports[self.transport])
-        options: dict[str, Any] = {"backend": self.backend, "transports": transports, "slabs": _SLABS}
+        options: dict[str, Any] = {"backend": self.backend, "transports": transports, "buckets": _BUCKETS}
         self._receivers.append(WeightReceiver(self.store, replica=replica, **options))
         return self._receivers[-1]
 
@@ -223,7 +223,7 @@ def _receive_or_leave(receiver: WeightReceiver) -> Received:
 
 
 def with_damage(transport: Transport) -> Transport:
-    """Return ``transport`` with receivers whose own sums are wrong, as if a slab had been damaged on its way."""
+    """Return ``transport`` with receivers whose own sums are wrong, as if a bucket had been damaged on its way."""
 
     def receiver(context: ReceiverContext) -> TransportReceiver:
         end = transport.receiver(context)

@@ -20,7 +20,7 @@ from hwrl.weights import TRANSPORTS, WeightReceiver, WeightSender, with_transpor
 
 _VERSIONS = (1, 2, 3)
 _PLACES = ("apart", "in place")
-_SLAB_NBYTES = 1 << 16
+_BUCKET_NBYTES = 1 << 16
 
 
 class TransportContract:
@@ -34,7 +34,7 @@ class TransportContract:
         return subject.name
 
     def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: str) -> None:
-        """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
+        """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a bucket.
 
         Once they arrive in new memory of the receiver, once in tensors given to it.
         """
@@ -74,7 +74,7 @@ def _send_or_receive(rank: int, name: str, address: str, transport: str) -> obje
 
 def _send(backend: Backend, store: Store, transport: str) -> list[int]:
     options: dict[str, Any] = {"backend": backend, "transport": transport, "transports": with_transport(transport)}
-    with WeightSender(store, slab_nbytes=_SLAB_NBYTES, **options) as sender:
+    with WeightSender(store, bucket_nbytes=_BUCKET_NBYTES, **options) as sender:
         sender.wait_for_receivers(1)
         sent = []
         for version in _VERSIONS:
@@ -115,7 +115,7 @@ def _weights(backend: Backend, version: int) -> dict[str, torch.Tensor]:
         "norm": normal(97, dtype=torch.float32),
         "scale": normal(dtype=torch.float32),
         "strided": normal(64, 33, dtype=torch.float16).t(),
-        "larger than a slab": normal(3 * _SLAB_NBYTES // 4 + 1, dtype=torch.float32),
+        "larger than a bucket": normal(3 * _BUCKET_NBYTES // 4 + 1, dtype=torch.float32),
         "every bit pattern": torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(torch.bfloat16),
         "counts": torch.arange(5, device=device) + version,
         "mask": torch.tensor([True, False, True], device=device),

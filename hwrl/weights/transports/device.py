@@ -1,4 +1,4 @@
-"""The device transport: broadcasts slabs from the sender's device to the receivers', without copies on the host."""
+"""The device transport: broadcasts buckets from the sender's device to the receivers', without copies on the host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from hwrl.comm import Comm, Group, Pending, Store, call_off_group, clone_store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
+from hwrl.weights.buckets import BucketLease, BucketRing, Checksums, TensorReader
 from hwrl.weights.destination import Destination
 from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.report import StageClock
-from hwrl.weights.shares import divide_slabs
-from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
+from hwrl.weights.shares import divide_buckets
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 
@@ -33,11 +33,11 @@ class DevicePayload(TransportPayload):
 
 
 class Lanes:
-    """The process groups of sender number ``share`` with a set of receivers. Slabs use them in turn.
+    """The process groups of sender number ``share`` with a set of receivers. Buckets use them in turn.
 
     On a device with streams there are two. The collectives of one group run one after another, and the start of each
-    leaves the wire idle for about 10 µs. The other group's slab fills this gap (docs/benchmarks.md). Elsewhere there is
-    one.
+    leaves the wire idle for about 10 µs. The other group's bucket fills this gap (docs/benchmarks.md). Elsewhere there
+    is one.
     """
 
     def __init__(self, store: Store, proposal: Proposal, *, share: int, rank: int, backend: Backend) -> None:
@@ -132,19 +132,19 @@ class _End:
 class DeviceSender(_End):
     """Rank 0 of the process groups with the receivers. The groups stay until the receivers change.
 
-    At most ``slabs`` broadcasts are under way, and tensors are read ahead no further. With several senders each has its
-    own groups, so that their wires work at the same time.
+    At most ``buckets`` broadcasts are under way, and tensors are read ahead no further. With several senders each has
+    its own groups, so that their wires work at the same time.
     """
 
     def __init__(self, context: SenderContext) -> None:
         super().__init__(context.store, context.backend)
         self._context = context
-        # With only one slab under way, two senders could wait for each other's shards, and receivers for both.
-        self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
-        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
+        # With only one bucket under way, two senders could wait for each other's shards, and receivers for both.
+        self._under_way = context.buckets if context.senders == 1 else max(2, context.buckets)
+        self._buffer = BucketRing(context.layout, backend=context.backend, buckets=context.buckets)
         self._sums = Checksums(context.layout, device=context.backend.device())
-        shares = divide_slabs(context.layout, context.senders)
-        self._own_slabs = [index for index, share in enumerate(shares) if share == context.share]
+        shares = divide_buckets(context.layout, context.senders)
+        self._own_buckets = [index for index, share in enumerate(shares) if share == context.share]
 
     def prepare(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
         """Name the groups: as in the last round if the receivers are the same."""
@@ -155,17 +155,17 @@ class DeviceSender(_End):
         return DevicePayload(name, 2 if streams else 1)
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
-        """Broadcast this sender's slabs in the layout's order, then the checksums."""
+        """Broadcast this sender's buckets in the layout's order, then the checksums."""
         (lanes,) = self._lanes_for(sending.proposal, [self._context.share], rank=0)
         with clock.span(self._backend):
-            self._send_slabs(lanes, reader, clock)
+            self._send_buckets(lanes, reader, clock)
         return self._sums.values
 
-    def _send_slabs(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
-        under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()
-        for index in self._own_slabs:
+    def _send_buckets(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
+        under_way = collections.deque[tuple[Pending, BucketLease, list[torch.Tensor]]]()
+        for index in self._own_buckets:
             with clock("gather"):
-                tensors = reader.tensors_of(reader.layout.slabs[index])
+                tensors = reader.tensors_of(reader.layout.buckets[index])
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             pending = lanes.broadcast(lease.memory)
@@ -207,17 +207,17 @@ class DeviceReceiver(_End):
 
     def __init__(self, context: ReceiverContext) -> None:
         super().__init__(context.store, context.backend)
-        self._slabs = context.slabs
+        self._buckets = context.buckets
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
     ) -> torch.Tensor:
-        """Receive the slabs, then the sender's checksums. Blocks until the collectives are done on the device."""
+        """Receive the buckets, then the sender's checksums. Blocks until the collectives are done on the device."""
         try:
             proposal, check = receiving.proposal, receiving.cancellation.check
             lanes = self._lanes_for(proposal, range(proposal.senders), rank=receiving.rank, check=check)
             with clock.span(self._backend):
-                theirs, newest = self._receive_slabs(lanes, destination, sums)
+                theirs, newest = self._receive_buckets(lanes, destination, sums)
             for pending in newest:
                 pending.complete()  # blocks the host; any other wait for the device would hang if the sender is lost
             return theirs
@@ -229,31 +229,31 @@ class DeviceReceiver(_End):
         """Close the groups."""
         self.abort()
 
-    def _receive_slabs(
+    def _receive_buckets(
         self, lanes: list[Lanes], destination: Destination, sums: Checksums
     ) -> tuple[torch.Tensor, list[Pending]]:
         """Queue the whole transfer; return the senders' checksums, and the last operation of each lane."""
-        under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
+        under_way: collections.deque[tuple[Pending, BucketLease]] = collections.deque()
         newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
-        most = self._slabs * len(lanes)
+        most = self._buckets * len(lanes)
         most = min(most, destination.slots or most)
-        for index, share in enumerate(divide_slabs(sums.layout, len(lanes))):
+        for index, share in enumerate(divide_buckets(sums.layout, len(lanes))):
             if len(under_way) >= most:
-                _finish_slab(*under_way.popleft(), destination, sums)
+                _finish_bucket(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)
             newest[share].append(lanes[share].broadcast(lease.memory))
             under_way.append((newest[share][-1], lease))
         while under_way:
-            _finish_slab(*under_way.popleft(), destination, sums)
+            _finish_bucket(*under_way.popleft(), destination, sums)
         each = torch.empty(len(lanes), len(sums.values), dtype=torch.int64, device=sums.values.device)
         for share, theirs in enumerate(each):
             newest[share].append(lanes[share].broadcast(theirs))
             newest[share][-1].wait()
-        # Each sender has the checksums of its own slabs, and zeros for others.
+        # Each sender has the checksums of its own buckets, and zeros for others.
         return each.sum(0), [pending for of_sender in newest for pending in of_sender]
 
 
-def _finish_slab(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
+def _finish_bucket(pending: Pending, lease: BucketLease, destination: Destination, sums: Checksums) -> None:
     pending.wait()
     sums.add(lease.index, lease.memory)
     destination.unpack(lease)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hwrl.errors import CommTimeoutError, TransferFailedError
+from hwrl.weights.buckets import BucketRing, Checksums, TensorReader
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.messages import Proposal, TransportPayload
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 from hwrl.weights.transports.host_versions import (
     HostPayload,
@@ -27,8 +27,8 @@ from hwrl.weights.transports.host_versions import (
 )
 
 _FIRST_SLOTS = (0, 1)  # made and page-locked in the first transfer; they alternate unless receivers lag
-_WRITE_FAILED = -1  # in a file's header instead of the number of slabs: the sender failed while it was writing
-_POLL_S = 5e-5  # a slab of 16 MiB takes 300 µs on its way to the host
+_WRITE_FAILED = -1  # in a file's header instead of the number of buckets: the sender failed while it was writing
+_POLL_S = 5e-5  # a bucket of 16 MiB takes 300 µs on its way to the host
 _LOOK_S = 0.2
 
 
@@ -37,17 +37,17 @@ class HostSender:
 
     A receiver holds a version by a shared lock on its file; the system releases the lock if the receiver is killed.
     The sender takes the exclusive lock for the moment when it gives the file to another proposal. Receivers may read a
-    version while it is written, up to the number of slabs in its header. Each process maps and page-locks a file once.
-    The files vanish with this process.
+    version while it is written, up to the number of buckets in its header. Each process maps and page-locks a file
+    once. The files vanish with this process.
     """
 
     def __init__(self, context: SenderContext) -> None:
         self._layout, self._backend = context.layout, context.backend
-        self._slabs, self._timeout_s = context.slabs, context.limits.timeout_s
+        self._buckets, self._timeout_s = context.buckets, context.limits.timeout_s
         self._files: list[VersionFile | None] = [None] * context.versions
-        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
+        self._buffer = BucketRing(context.layout, backend=context.backend, buckets=context.buckets)
         self._sums = Checksums(context.layout, device=context.backend.device())
-        # Two streams, so that slabs are copied to the host without a gap while later ones are packed and summed.
+        # Two streams, so that buckets are copied to the host without a gap while later ones are packed and summed.
         self._packing, self._copying = context.backend.stream(), context.backend.stream()
         self._renew_events()
         self._newest_slot: int | None = None
@@ -82,13 +82,13 @@ class HostSender:
         return self._sums.values
 
     def _renew_events(self) -> None:
-        """Make an event for each slab of the next version, because the ring still waits for this version's events.
+        """Make an event for each bucket of the next version, because the ring still waits for this version's events.
 
         Some devices bind a queued wait to the event's latest record. Reusing an event would make an old wait wait for
         the new version.
         """
-        self._copied = [self._backend.event() for _ in self._layout.slabs]
-        self._packed = [self._backend.event() for _ in self._layout.slabs]
+        self._copied = [self._backend.event() for _ in self._layout.buckets]
+        self._packed = [self._backend.event() for _ in self._layout.buckets]
 
     def abort(self) -> None:
         """Do nothing: no receiver takes part."""
@@ -141,13 +141,15 @@ class HostSender:
         return file
 
     def _write(self, file: VersionFile, reader: TensorReader, clock: StageClock) -> None:
-        held: collections.deque[list[torch.Tensor]] = collections.deque()  # the tensors of slabs that are being copied
+        held: collections.deque[list[torch.Tensor]] = (
+            collections.deque()
+        )  # the tensors of buckets that are being copied
         copied = 0
-        for index, target in enumerate(file.slabs):
+        for index, target in enumerate(file.buckets):
             with clock("gather"):
-                held.append(reader.tensors_of(self._layout.slabs[index]))
-            self._copy_slab(index, target, held[-1])
-            while copied <= index and (self._copied[copied].query() or len(held) > self._slabs):
+                held.append(reader.tensors_of(self._layout.buckets[index]))
+            self._copy_bucket(index, target, held[-1])
+            while copied <= index and (self._copied[copied].query() or len(held) > self._buckets):
                 self._copied[copied].synchronize()
                 copied = file.announce(copied + 1)
                 held.popleft()
@@ -160,7 +162,7 @@ class HostSender:
         self._copying.synchronize()
         file.announce(len(self._copied) + 1)
 
-    def _copy_slab(self, index: int, target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def _copy_bucket(self, index: int, target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self._packing.wait_stream(self._backend.current_stream())
         with self._packing:
             lease = self._buffer.pack(index, tensors)
@@ -221,24 +223,24 @@ class HostReceiver:
             file.unlock()
 
     def _follow(self, file: VersionFile, receiving: ReceiverRound, destination: Destination, sums: Checksums) -> bool:
-        """Queue the copy of each slab as soon as it is written. Return False if there is a newer proposal."""
+        """Queue the copy of each bucket as soon as it is written. Return False if there is a newer proposal."""
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
-        taken, slabs = 0, len(file.slabs)
-        while taken <= slabs:
+        taken, buckets = 0, len(file.buckets)
+        while taken <= buckets:
             written = self._wait_for_more(file, receiving, taken)
             if written is None:
                 return False
-            for index in range(taken, min(written, slabs)):
-                self._take_slab(index, file.slabs[index], destination, sums)
+            for index in range(taken, min(written, buckets)):
+                self._take_bucket(index, file.buckets[index], destination, sums)
             taken = written
         current.wait_stream(self._summing)
         return True
 
-    def _take_slab(self, index: int, slab: torch.Tensor, destination: Destination, sums: Checksums) -> None:
+    def _take_bucket(self, index: int, bucket: torch.Tensor, destination: Destination, sums: Checksums) -> None:
         with self._copying:
             lease = destination.memory_for(index)
-            lease.memory.copy_(slab, non_blocking=True)
+            lease.memory.copy_(bucket, non_blocking=True)
             arrived = self._copying.record_event()
         with self._summing:
             self._summing.wait_event(arrived)
@@ -247,7 +249,7 @@ class HostReceiver:
             lease.in_use_until(self._summing.record_event())
 
     def _wait_for_more(self, file: VersionFile, receiving: ReceiverRound, taken: int) -> int | None:
-        """Wait until more than ``taken`` slabs are written; return their number, or None if a newer proposal came."""
+        """Wait until more than ``taken`` buckets are written; return their number, or None if a newer proposal came."""
         look = time.monotonic() + _LOOK_S
         alive = True
         while True:
@@ -263,7 +265,7 @@ class HostReceiver:
             if time.monotonic() > receiving.deadline:
                 raise CommTimeoutError(
                     f"version {receiving.proposal.version} is still being written",
-                    why=f"{taken} of {len(file.slabs)} slabs are written",
+                    why=f"{taken} of {len(file.buckets)} buckets are written",
                     fix="receive again, with a longer timeout_s",
                 )
             if time.monotonic() > look:

@@ -16,13 +16,13 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
+from hwrl.weights.buckets import Checksums
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.messages import Proposal, TransportPayload
-from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
-_HEADER = struct.Struct("<qq")  # the proposal's number; the number of slabs written, plus one after the checksums
+_HEADER = struct.Struct("<qq")  # the proposal's number; the number of buckets written, plus one after the checksums
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _path(payload: HostPayload, slot: int) -> str:
 class VersionFile:
     """A file that holds one version at a time, mapped by this process.
 
-    ``slabs`` and ``sums`` are views of the file's page-locked memory. A header is between them.
+    ``buckets`` and ``sums`` are views of the file's page-locked memory. A header is between them.
     """
 
     def __init__(self, descriptor: int, layout: WeightLayout, *, backend: Backend) -> None:
@@ -130,7 +130,7 @@ class VersionFile:
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
         mapping = mmap.mmap(descriptor, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.slabs = [memory[slab.offset : slab.offset + slab.nbytes] for slab in layout.slabs]
+        self.buckets = [memory[bucket.offset : bucket.offset + bucket.nbytes] for bucket in layout.buckets]
         self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
         self._lock: PageLocked | None = None
         try:
@@ -146,7 +146,7 @@ class VersionFile:
     # -- the writer -------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
-        """Assign the file to proposal ``number`` and set its count of finished slabs to 0.
+        """Assign the file to proposal ``number`` and set its count of finished buckets to 0.
 
         Return False if a receiver is reading the file.
         """
@@ -159,10 +159,10 @@ class VersionFile:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         return True
 
-    def announce(self, slabs: int) -> int:
-        """Write ``slabs`` into the header, the number of slabs written (one more after the checksums); return it."""
-        os.pwrite(self.descriptor, _HEADER.pack(self._number, slabs), self._header_at)
-        return slabs
+    def announce(self, buckets: int) -> int:
+        """Write ``buckets`` written (one more after the checksums) into the header; return the number."""
+        os.pwrite(self.descriptor, _HEADER.pack(self._number, buckets), self._header_at)
+        return buckets
 
     # -- a reader ---------------------------------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ class VersionFile:
         return self._header()[1]
 
     def _header(self) -> tuple[int, int]:
-        number, slabs = _HEADER.unpack(os.pread(self.descriptor, _HEADER.size, self._header_at))
-        return number, slabs
+        number, buckets = _HEADER.unpack(os.pread(self.descriptor, _HEADER.size, self._header_at))
+        return number, buckets
 
     def close(self) -> None:
         """Unlock the pages and close the file. The memory is unmapped when this object is deleted."""

@@ -1,8 +1,8 @@
 """The ipc transport: receivers on the same host open the sender's device memory and copy from it.
 
-Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So slabs of several
+Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So buckets of several
 tensors are packed into a ring, unless their tensors are contiguous in one storage. Receivers open the ring once for
-each round. A window is a batch of slabs that receivers may read at the same time. They copy one
+each round. A window is a batch of buckets that receivers may read at the same time. They copy one
 window while the sender fills the next.
 """
 
@@ -21,10 +21,10 @@ import torch
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend, Capability, Handle
 from hwrl.memory.fingerprint import bytes_of
+from hwrl.weights.buckets import BucketLease, BucketRing, Checksums, TensorReader
 from hwrl.weights.destination import Destination
 from hwrl.weights.messages import TransportPayload
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 _LOOK_S = 1e-4  # a window takes about a millisecond between two devices
@@ -47,7 +47,8 @@ class IpcPayload(TransportPayload):
 
 
 class IpcSender:
-    """Packs tensors into a ring of ``slabs`` slabs, and tells receivers where to read. Large tensors are read in place.
+    """Packs tensors into a ring of ``buckets`` buckets, and tells receivers where to read. Large tensors are read in
+    place.
 
     Tensors that are read in place are held until every receiver has copied their window or has voted; after a failure
     ``votes_s`` at most. Two windows are under way at most, and perhaps a third with only the checksums. Each has half
@@ -57,10 +58,10 @@ class IpcSender:
     def __init__(self, context: SenderContext) -> None:
         context.backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
         self._backend, self._limits = context.backend, context.limits
-        self._max_under_way = min(2, context.slabs)
-        self._slots = context.slabs // self._max_under_way
-        slabs = self._slots * self._max_under_way
-        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=slabs)
+        self._max_under_way = min(2, context.buckets)
+        self._slots = context.buckets // self._max_under_way
+        buckets = self._slots * self._max_under_way
+        self._buffer = BucketRing(context.layout, backend=context.backend, buckets=buckets)
         self._sums = Checksums(context.layout, device=context.backend.device())
         self._under_way: collections.deque[_LentWindow] = collections.deque()
         self._sending: SenderRound | None = None
@@ -71,29 +72,29 @@ class IpcSender:
         return IpcPayload()
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> torch.Tensor:
-        """Lend the slabs window by window, the checksums in the last one. Block until all windows are copied."""
+        """Lend the buckets window by window, the checksums in the last one. Block until all windows are copied."""
         self._sending = sending
         with clock.span(self._backend):
-            self._show_slabs(sending, reader, clock)
+            self._show_buckets(sending, reader, clock)
         return self._sums.values
 
-    def _show_slabs(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+    def _show_buckets(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         handles: dict[int, Handle] = {}
         window = _LentWindow(handles)
-        for index, slab in enumerate(reader.layout.slabs):
+        for index, bucket in enumerate(reader.layout.buckets):
             with clock("gather"):
-                tensors = reader.tensors_of(slab)
+                tensors = reader.tensors_of(bucket)
             if not window.memories:
                 self._wait_until_copied(sending, max_under_way=self._max_under_way - 1)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
             window.add(lease, stays=lease.copied or reader.source_holds)
-            if window.slots == self._slots or window.nbytes >= self._slots * reader.layout.slab_nbytes:
+            if window.slots == self._slots or window.nbytes >= self._slots * reader.layout.bucket_nbytes:
                 self._show(sending, window)
                 window = _LentWindow(handles)
         reader.finish()
-        if reader.layout.slabs:
+        if reader.layout.buckets:
             window.memories.append((self._sums.values.view(torch.uint8), True))
             self._show(sending, window)
         self._wait_until_copied(sending, max_under_way=0)
@@ -153,7 +154,7 @@ class _LentWindow:
         self.slots = self.nbytes = 0
         self._handles = handles  # shared by the windows of a round
 
-    def add(self, lease: SlabLease, *, stays: bool) -> None:
+    def add(self, lease: BucketLease, *, stays: bool) -> None:
         self.memories.append((lease.memory, stays))
         self.slots += lease.copied
         self.nbytes += lease.memory.nbytes
@@ -177,7 +178,7 @@ class _LentWindow:
 
 @dataclass(frozen=True)
 class Window:
-    """A receiver's side of a window: handles, whether each stays, and the (handle number, offset) of each slab."""
+    """A receiver's side of a window: handles, whether each stays, and the (handle number, offset) of each bucket."""
 
     handles: Sequence[Mapping[str, str | int]]
     stay: Sequence[bool]
@@ -197,7 +198,7 @@ class Window:
             raise _unreadable(f"{type(exc).__name__} in {note[:80]!r}") from exc
         good = all(0 <= number < len(handles) and offset >= 0 for number, offset in places)
         if not 0 < len(places) <= max_places or len(stay) != len(handles) or not good:
-            raise _unreadable(f"{len(places)} slabs in {len(handles)} memories, and at most {max_places} are left")
+            raise _unreadable(f"{len(places)} buckets in {len(handles)} memories, and at most {max_places} are left")
         return cls(handles, stay, places)
 
 
@@ -218,9 +219,9 @@ class _Reading:
 class IpcReceiver:
     """Opens the sender's memory and copies from it, window by window.
 
-    The copies have their own stream, so that slabs are summed and unpacked at the same time. If the sender has lent the
-    next window early enough, its copies are queued before this window's are done. So the link between the devices is
-    never idle.
+    The copies have their own stream, so that buckets are summed and unpacked at the same time. If the sender has lent
+    the next window early enough, its copies are queued before this window's are done. So the link between the devices
+    is never idle.
     """
 
     def __init__(self, context: ReceiverContext) -> None:
@@ -234,7 +235,7 @@ class IpcReceiver:
 
         Closes the sender's memory in any case, because a device loses memory that is freed while it is open elsewhere.
         """
-        if not sums.slabs:
+        if not sums.buckets:
             return torch.empty_like(sums.values)
         opened: dict[str, torch.Tensor] = {}  # memories that stay open for later windows
         under_way: collections.deque[_Reading] = collections.deque()
@@ -277,7 +278,7 @@ class IpcReceiver:
         first = number = 0
         while True:
             note = note or receiving.wait_for_note(_window_key(number))
-            window = Window.read(note, max_places=sums.slabs + 1 - first)
+            window = Window.read(note, max_places=sums.buckets + 1 - first)
             under_way.append(_Reading(number, self._open(window, opened)))
             theirs = self.copy_window(window, under_way[-1], first, destination, sums)
             first, number = first + len(window.places), number + 1
@@ -296,7 +297,7 @@ class IpcReceiver:
     def copy_window(
         self, window: Window, reading: _Reading, first: int, destination: Destination, sums: Checksums
     ) -> torch.Tensor | None:
-        """Queue the copies of the slabs of ``window``; the first one is slab number ``first``.
+        """Queue the copies of the buckets of ``window``; the first one is bucket number ``first``.
 
         Returns the sender's checksums if the window has them.
         """
@@ -304,7 +305,7 @@ class IpcReceiver:
         theirs = None
         for index, (number, offset) in enumerate(window.places, first):
             with copying:
-                if index == sums.slabs:
+                if index == sums.buckets:
                     theirs = torch.empty_like(sums.values)
                     part = _part(reading.memories, number, offset, theirs.nbytes).view(torch.int64)
                     theirs.copy_(part, non_blocking=True)
@@ -360,5 +361,5 @@ def _unreadable(why: str) -> TransferFailedError:
     )
 
 
-# Receivers must open memory that is read in place, so all tensors smaller than a slab share slabs.
+# Receivers must open memory that is read in place, so all tensors smaller than a bucket share buckets.
 IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True, lends_device_memory=True)

@@ -31,7 +31,7 @@ def test_overrides_of_a_benchmark_may_follow_its_options(capsys: pytest.CaptureF
         ("train --peak-tflops nan", "argument --peak-tflops: it must be a number above 0, and is 'nan'"),
         ("weights --receivers 0", "argument --receivers: it must be a whole number above 0, and is '0'"),
         ("weights --mib -4", "argument --mib: it must be a whole number above 0, and is '-4'"),
-        ("weights --slabs two", "argument --slabs: it must be a whole number above 0, and is 'two'"),
+        ("weights --buckets two", "argument --buckets: it must be a whole number above 0, and is 'two'"),
         ("overhead --json /nope/x.json", "argument --json: there is no folder '/nope'"),
         ("overhead --json /", "argument --json: '/' cannot be written"),
     ],

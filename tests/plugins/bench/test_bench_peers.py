@@ -18,7 +18,7 @@ from hwrl_bench.ways import TransferResult
 from hwrl_bench.weights_peers import PEERS, PeerTransfer
 from hwrl_bench.weights_ways import TransferSetup
 
-WORDS = ["bench", "weights", "--mib", "1", "--rounds", "1", "--slab-mib", "1", "--ways", "hwrl host"]
+WORDS = ["bench", "weights", "--mib", "1", "--rounds", "1", "--bucket-mib", "1", "--ways", "hwrl host"]
 
 
 class Stored(PeerTransfer):

@@ -16,7 +16,7 @@ from hwrl_bench.weights_ways import WAYS, Needs, PayloadWay
 
 def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "bench.json"
-    words = ["bench", "weights", "--mib", "4", "--rounds", "2", "--receivers", "2", "--slab-mib", "1"]
+    words = ["bench", "weights", "--mib", "4", "--rounds", "2", "--receivers", "2", "--bucket-mib", "1"]
     assert main([*words, "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     assert result["bit_exact"] is True and result["receivers"] == 2
@@ -33,7 +33,7 @@ def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: py
 
 def test_two_senders_of_the_benchmark_share_each_version(tmp_path: Path) -> None:
     target = tmp_path / "bench.json"
-    words = ["bench", "weights", "--mib", "4", "--rounds", "2", "--senders", "2", "--slab-mib", "1"]
+    words = ["bench", "weights", "--mib", "4", "--rounds", "2", "--senders", "2", "--bucket-mib", "1"]
     assert main([*words, "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     assert result["bit_exact"] is True and (result["senders"], result["receivers"]) == (2, 1)

@@ -20,7 +20,7 @@ from hwrl.run.report import METRICS, PROMPTS
 from hwrl.run.report.samples import SAMPLES
 from hwrl.run.report.views import EVENTS
 from hwrl_report import build_page
-from hwrl_report.columns import BUCKETS, MetricColumns, read_columns, thin_out
+from hwrl_report.columns import BINS, MetricColumns, read_columns, thin_out
 from hwrl_report.sample_list import choose_samples
 from tests.support.run_files import ATTACK, event_of, sample_of, step_line, write_lines
 from tests.support.run_files import run as run
@@ -152,7 +152,7 @@ def test_many_points_become_few_and_keep_their_extremes() -> None:
     values = np.sin(np.arange(100_000) / 5000)
     values[77_777], values[3] = 99.0, math.nan
     curve = thin_out(np.arange(1, 100_001), values)
-    assert len(curve.steps) == BUCKETS and curve.steps == sorted(curve.steps)
+    assert len(curve.steps) == BINS and curve.steps == sorted(curve.steps)
     assert curve.maximum is not None and curve.minimum is not None
     assert max(value for value in curve.maximum if value is not None) == 99.0
     assert min(value for value in curve.minimum if value is not None) == pytest.approx(-1.0, abs=1e-3)

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 150.0
-OPTIONS: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slab_nbytes": 4096, "slabs": 2}  # a version is many slabs
+OPTIONS: dict[str, Any] = {"timeout_s": TIMEOUT_S, "bucket_nbytes": 4096, "buckets": 2}  # a version is many buckets
 
 
 class Run:
@@ -48,7 +48,7 @@ class Run:
         kept = actors.ray.get([self.rollouts.workers[index].kept.remote() for index in workers])
         for weights, steps in kept:
             assert steps[-1] == self.step
-            assert set(weights) == set(expected)  # they come in the order of the slabs
+            assert set(weights) == set(expected)  # they come in the order of the buckets
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
     def fail(self, worker: int, fault: str) -> None:

@@ -18,7 +18,7 @@ def main(url: str, model_directory: Path, *, keep_old_version: bool) -> None:
     settings = TransferTrainerInit(
         keep_old_version=keep_old_version,
         transport="device" if ON_HOST else "ipc",
-        slab_nbytes=1 << 14,  # many slabs, so that some are sent
+        bucket_nbytes=1 << 14,  # many buckets, so that some are sent
         timeout_s=200.0,
     )
     TransferTrainer(settings, client=ServerClient(url), source=source).send_weights()

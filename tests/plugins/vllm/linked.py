@@ -19,12 +19,12 @@ Weights = dict[str, torch.Tensor]
 
 
 class Linked:
-    """A link whose slabs are small: a version has many."""
+    """A link whose buckets are small: a version has many."""
 
     def __init__(
-        self, engine: RolloutEngine, transport: str, *, base: bool = False, slab_nbytes: int | None = 1 << 14
+        self, engine: RolloutEngine, transport: str, *, base: bool = False, bucket_nbytes: int | None = 1 << 14
     ) -> None:
-        self.engine, self.transport, self._slab_nbytes = engine, transport, slab_nbytes
+        self.engine, self.transport, self._bucket_nbytes = engine, transport, bucket_nbytes
         self.store, self._name = serve_store(), POLICY_BASE if base else POLICY
         names: Any = {"name": self._name, "replica": "r0"}
         self.link = EngineModels(engine, self.store, **names, timeout_s=600.0, once=base, poll_s=0.0)
@@ -34,7 +34,11 @@ class Linked:
     def new_sender(self, *, timeout_s: float = 200.0) -> WeightSender:
         """Return a sender that takes the place of the one before."""
         return WeightSender(
-            self.store, name=self._name, transport=self.transport, slab_nbytes=self._slab_nbytes, timeout_s=timeout_s
+            self.store,
+            name=self._name,
+            transport=self.transport,
+            bucket_nbytes=self._bucket_nbytes,
+            timeout_s=timeout_s,
         )
 
     def __enter__(self) -> Linked:

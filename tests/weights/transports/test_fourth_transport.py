@@ -79,7 +79,7 @@ def test_a_fourth_transport_carries_a_generator(store: Store, fourth: None) -> N
         for number in range(9):
             yield f"t{number}", torch.full((500,), float(number))
 
-    with sender_of(store, transport=FOURTH, slab_nbytes=1024, slabs=1) as sender, receiver_of(store) as receiver:
+    with sender_of(store, transport=FOURTH, bucket_nbytes=1024, buckets=1) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=600.0))
         assert sender.publish(1, made()).receivers == 1
         received = waiting()

@@ -54,7 +54,7 @@ def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store
         assert isinstance(payload, HostPayload)
         os.pwrite(payload.files[payload.slot], b"\x01", 0)  # this process is the sender
         with pytest.raises(
-            TransferFailedError, match=r"the bytes received differ from those written \(corrupt: slabs \[0\] of 1"
+            TransferFailedError, match=r"the bytes received differ from those written \(corrupt: buckets \[0\] of 1"
         ):
             receiver.receive(timeout_s=200.0)
         assert receiver.version == 1 and old["w"][0].item() == 1.0
@@ -62,11 +62,11 @@ def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store
         assert receiver.receive(timeout_s=200.0).version == 3
 
 
-_SLABS = {"slab_nbytes": 4096, "transport": "host"}
+_BUCKETS = {"bucket_nbytes": 4096, "transport": "host"}
 
 
-def _slabs(value: float) -> list[tuple[str, torch.Tensor]]:
-    """Four slabs of 4096 bytes."""
+def _buckets(value: float) -> list[tuple[str, torch.Tensor]]:
+    """Four buckets of 4096 bytes."""
     return [("w", torch.full((4, 1024), float(value)))]
 
 
@@ -81,16 +81,16 @@ def test_a_receiver_follows_while_the_version_is_written_and_may_time_out_and_co
         assert gate.wait(200.0)
 
     backend = LateBackend(at=1 + there, reach=reach)
-    with sender_of(store, backend=backend, **_SLABS) as sender, receiver_of(store) as receiver:
-        publishing = beside(lambda: sender.publish(1, _slabs(1)))
+    with sender_of(store, backend=backend, **_BUCKETS) as sender, receiver_of(store) as receiver:
+        publishing = beside(lambda: sender.publish(1, _buckets(1)))
         assert reached.wait(200.0)
-        with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 slabs are written"):
+        with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 buckets are written"):
             receiver.receive(timeout_s=0.05)
         assert receiver.poll() == 1
         gate.set()
         received = receiver.receive(timeout_s=100.0)
         assert publishing().version == received.version == 1
-        assert torch.equal(received["w"], _slabs(1)[0][1])
+        assert torch.equal(received["w"], _buckets(1)[0][1])
 
 
 def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_lacks_it(store: Store) -> None:
@@ -99,23 +99,23 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
             raise OSError("the device fell off the bus")
 
     failing = False
-    backend = LateBackend(at=8 + 3, reach=reach)  # the third slab of the second version
-    with sender_of(store, backend=backend, **_SLABS) as sender, receiver_of(store, "old") as old:
-        sender.publish(1, _slabs(1))
+    backend = LateBackend(at=8 + 3, reach=reach)  # the third bucket of the second version
+    with sender_of(store, backend=backend, **_BUCKETS) as sender, receiver_of(store, "old") as old:
+        sender.publish(1, _buckets(1))
         kept = old.receive(timeout_s=200.0)
         keys = store.num_keys()
         failing = True
         with pytest.raises(OSError, match="fell off the bus"):
-            sender.publish(2, _slabs(2))
+            sender.publish(2, _buckets(2))
         with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender failed"):
             old.receive(timeout_s=200.0)
         assert (old.version, old.poll(), kept["w"].sum().item()) == (1, None, 4096.0)
         with receiver_of(store, "late") as late:
             received = late.receive(timeout_s=200.0)
             assert (received.version, late.version, late.poll()) == (1, 1, None)
-            assert torch.equal(received["w"], _slabs(1)[0][1])
+            assert torch.equal(received["w"], _buckets(1)[0][1])
         failing = False
-        sender.publish(3, _slabs(3))
+        sender.publish(3, _buckets(3))
         assert old.receive(timeout_s=200.0)["w"].sum().item() == 3 * 4096.0
         assert store.num_keys() == keys
 
@@ -139,7 +139,7 @@ def test_as_many_versions_are_kept_as_are_read(store: Store) -> None:
             layout = channel_of(store).layout(proposal)
             claimed.append(claims.enter_context(reader.hold(proposal, layout, StageClock())))
         sender.publish(3, model_of(3))
-        assert [version.slabs[0][:4].view(torch.float32).item() for version in claimed if version] == [1.0, 2.0]
+        assert [version.buckets[0][:4].view(torch.float32).item() for version in claimed if version] == [1.0, 2.0]
         with pytest.raises(TransferFailedError, match="receivers have been reading all 2 others"):
             sender.publish(4, model_of(4))
 
@@ -305,10 +305,10 @@ class EagerEvents(CpuBackend):
 def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store) -> None:
     mine, theirs = EagerEvents(), EagerEvents()
     receiver = WeightReceiver(store, replica="r0", backend=theirs)
-    with sender_of(store, backend=mine, **_SLABS) as sender, receiver:
+    with sender_of(store, backend=mine, **_BUCKETS) as sender, receiver:
         for version in (1, 2):
-            sender.publish(version, _slabs(version))
-            assert torch.equal(receiver.receive(timeout_s=200.0)["w"], _slabs(version)[0][1])
+            sender.publish(version, _buckets(version))
+            assert torch.equal(receiver.receive(timeout_s=200.0)["w"], _buckets(version)[0][1])
             assert (mine.again, theirs.again) == (0, 0)
 
 

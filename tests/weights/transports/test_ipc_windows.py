@@ -20,10 +20,10 @@ from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
+from hwrl.weights.buckets import Checksums
 from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.messages import VoteKind
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
 from hwrl_cpu import INFO, CpuBackend
@@ -32,15 +32,15 @@ from tests.support.weight_link import opened_memories, received_by, store
 
 __all__ = ["store"]  # the fixture
 
-SLAB_NBYTES = 1 << 16
-SLABS = 4
+BUCKET_NBYTES = 1 << 16
+BUCKETS = 4
 TENSORS = 120
 SLOW_S = slow(1.0)
-LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
+LARGE = BUCKET_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
 def model_of(version: int) -> dict[str, torch.Tensor]:
-    """Return small tensors, five in a slab, and some large ones, each divided among four slabs."""
+    """Return small tensors, five in a bucket, and some large ones, each divided among four buckets."""
     elements = [LARGE if number % 10 == 9 else 3001 for number in range(TENSORS)]
     return {f"t{number}": torch.full((size,), float(version * number)) for number, size in enumerate(elements)}
 
@@ -72,7 +72,9 @@ class FailingOnce(IpcReceiver):
 
 @contextlib.contextmanager
 def sender_to(store: Store, receivers: int = 1, *, timeout_s: float = slow(9.0)) -> Iterator[WeightSender]:
-    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s) as sender:
+    with WeightSender(
+        store, transport="ipc", bucket_nbytes=BUCKET_NBYTES, buckets=BUCKETS, timeout_s=timeout_s
+    ) as sender:
         sender.wait_for_receivers(receivers)
         yield sender
 
@@ -245,7 +247,7 @@ def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store
     receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
     destination, sums = DoubleBuffer(layout, backend=backend), Checksums(layout, device=backend.device())
     with pytest.raises(CommError, match="the memory is gone") as error:
-        IpcReceiver(ReceiverContext(store, backend, SLABS)).receive(receiving, destination, sums, StageClock())
+        IpcReceiver(ReceiverContext(store, backend, BUCKETS)).receive(receiving, destination, sums, StageClock())
     assert error.traceback and backend.opened[0]() is None
 
 
@@ -288,7 +290,7 @@ class OpeningHere(CpuBackend):
 )
 def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, late: bool, order: list[str]) -> None:
     tensors = {f"t{number}": torch.full((128,), float(number)) for number in range(4)}
-    layout = WeightLayout.plan(tensors.items(), slab_nbytes=512, own_nbytes=512)
+    layout = WeightLayout.plan(tensors.items(), bucket_nbytes=512, own_nbytes=512)
     sent = Checksums(layout, device=torch.device("cpu"))
     for index, tensor in enumerate(tensors.values()):
         sent.add(index, tensor.view(torch.uint8))
@@ -304,7 +306,7 @@ def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, la
     receiving: Any = SimpleNamespace(wait_for_note=notes.__getitem__, find_note=notes.get, tell=backend.log.append)
     destination, sums = DoubleBuffer(layout, backend=backend), Checksums(layout, device=backend.device())
     destination.begin()
-    end = IpcReceiver(ReceiverContext(store, backend, SLABS))
+    end = IpcReceiver(ReceiverContext(store, backend, BUCKETS))
     assert sums.compare(end.receive(receiving, destination, sums, StageClock())).kind is VoteKind.WHOLE
     destination.finish()
     assert all(torch.equal(destination.tensors[name], tensor) for name, tensor in tensors.items())
@@ -365,4 +367,4 @@ def test_of_generated_weights_only_two_windows_are_held() -> None:
     most, means = run_processes(generate_or_receive, 2, store_address(store))
     assert means == [float(number) for number in range(TENSORS)]
     one = 4 * LARGE  # a tensor larger than a window is held until its last one is taken
-    assert most <= 2 * (SLABS // 2 * SLAB_NBYTES) + 3 * one < TENSORS * one / 4
+    assert most <= 2 * (BUCKETS // 2 * BUCKET_NBYTES) + 3 * one < TENSORS * one / 4

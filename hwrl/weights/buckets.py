@@ -1,4 +1,4 @@
-"""The work on slabs: read the tensors of each slab, pack them into a ring, and compute checksums.
+"""The work on buckets: read the tensors of each bucket, pack them into a ring, and compute checksums.
 
 Both ends use the ring: a sender packs into it, and a receiver receives into it.
 """
@@ -16,7 +16,7 @@ import torch
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.interfaces import Backend
-from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, checked_pair, memory_key, view_bytes
+from hwrl.weights.layout import Bucket, Entry, NamedTensor, Piece, WeightLayout, checked_pair, memory_key, view_bytes
 from hwrl.weights.messages import Vote, VoteKind
 from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource, drain
@@ -47,27 +47,27 @@ class TensorReader:
         """Whether the caller keeps all tensors alive until the transfer ends."""
         self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
         self._next = 0  # index into _numbers
-        self._divided: int | None = None  # the tensor that the next slab continues
+        self._divided: int | None = None  # the tensor that the next bucket continues
         # Keeps the tensors and not their addresses, because a freed tensor's address can be used again.
         self._tied_to: dict[str, torch.Tensor | None] = {
             entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
         }
 
-    def tensors_of(self, slab: Slab) -> list[torch.Tensor]:
-        """Return the tensors of the pieces of ``slab``. Call it once for each slab, in order.
+    def tensors_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the tensors of the pieces of ``bucket``. Call it once for each bucket, in order.
 
-        Holds a tensor until its last slab was returned or, with several senders, until a slab without it is requested.
-        Raises LayoutMismatchError, with the first difference, if the tensors are not the planned ones.
+        Holds a tensor until its last bucket was returned or, with several senders, until a bucket without it is
+        requested. Raises LayoutMismatchError, with the first difference, if the tensors are not the planned ones.
         """
-        if self._divided is not None and self._divided not in slab.entries:
-            self._tensors[self._divided] = None  # another sender has its last slab
-        if self._next < len(self._numbers) and self._numbers[self._next] <= slab.entries[-1]:
-            self._read(slab.entries[-1] + 1)
-        tensors = [self._tensors[index] for index in slab.entries]
-        last = slab.pieces[-1]
+        if self._divided is not None and self._divided not in bucket.entries:
+            self._tensors[self._divided] = None  # another sender has its last bucket
+        if self._next < len(self._numbers) and self._numbers[self._next] <= bucket.entries[-1]:
+            self._read(bucket.entries[-1] + 1)
+        tensors = [self._tensors[index] for index in bucket.entries]
+        last = bucket.pieces[-1]
         continues = last.start + last.nbytes < self.layout.entries[last.entry].nbytes
         self._divided = last.entry if continues else None
-        for index in slab.entries[:-1] if continues else slab.entries:
+        for index in bucket.entries[:-1] if continues else bucket.entries:
             self._tensors[index] = None
         return tensors  # type: ignore[return-value]  # all were just read
 
@@ -86,7 +86,7 @@ class TensorReader:
             self.finish()
 
     def finish(self) -> None:
-        """Read the tensors after the last slab, which are tied or empty. Raises LayoutMismatchError if more follow."""
+        """Read the tensors after the last bucket: tied or empty ones. Raises LayoutMismatchError if more follow."""
         self._read(len(self.layout.entries))
         if next(self._iterator(), None) is not None:
             raise _changed(f"{len(self._numbers)} tensors were planned and more came")
@@ -157,8 +157,8 @@ class _RingSlot:
 
 
 @dataclass(frozen=True)
-class SlabLease:
-    """The bytes of slab ``index`` (1-d uint8): memory of the tensors themselves, or a ring slot.
+class BucketLease:
+    """The bytes of bucket ``index`` (1-d uint8): memory of the tensors themselves, or a ring slot.
 
     A slot belongs to the lease until the ring leases it again.
     """
@@ -174,7 +174,7 @@ class SlabLease:
         return self._slot is not None
 
     def views(self, make: Callable[[torch.Tensor], list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
-        """Return views of the ring slot for this slab. ``make`` makes them from the slot's memory at the first call."""
+        """Return views of this bucket's ring slot. ``make`` makes them from the slot's memory at the first call."""
         assert self._slot is not None, "memory of the tensors themselves needs no views"
         if self.index not in self._slot.views:
             self._slot.views[self.index] = make(self._slot.memory)
@@ -184,55 +184,55 @@ class SlabLease:
         """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
 
         On a device with streams the wait orders the stream and does not block the host. Raises WeightsError if the slot
-        was leased again meanwhile, because ``pending`` would then read or write another slab's bytes.
+        was leased again meanwhile, because ``pending`` would then read or write another bucket's bytes.
         """
         if self._slot is None:
             return
         if self._slot.generation != self._generation:
             raise WeightsError(
-                f"slab {self.index} is no longer in the ring",
+                f"bucket {self.index} is no longer in the ring",
                 why=f"its slot is at generation {self._slot.generation}, the lease at {self._generation}",
                 fix="use each lease before taking the next ones",
             )
         self._slot.in_use = pending
 
 
-class SlabRing:
-    """A ring of ``slabs`` slots on the device, for slabs to be sent or received.
+class BucketRing:
+    """A ring of ``buckets`` slots on the device, for buckets to be sent or received.
 
-    A slab is sent in place, without a slot, if its tensors are in memory as in the layout: one contiguous tensor, a
-    part of one, or several tensors of a flat storage. Other slabs are packed into a slot by one batched copy for each
+    A bucket is sent in place, without a slot, if its tensors are in memory as in the layout: one contiguous tensor, a
+    part of one, or several tensors of a flat storage. Other buckets are packed into a slot by one batched copy for each
     item size. Memory is allocated when it is first needed, and reused. Later nothing is allocated, except a temporary
-    for a tensor that is larger than a slab and not contiguous, or a view that conjugates or negates.
+    for a tensor that is larger than a bucket and not contiguous, or a view that conjugates or negates.
     """
 
-    def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
+    def __init__(self, layout: WeightLayout, *, backend: Backend, buckets: int = 2) -> None:
         self.layout, self._device = layout, backend.device()
-        self._slots: list[_RingSlot | None] = [None] * slabs
-        self._last_slab = self._last_slot = -1
+        self._slots: list[_RingSlot | None] = [None] * buckets
+        self._last_bucket = self._last_slot = -1
         self._groups_of: dict[int, list[tuple[torch.dtype, list[int]]]] = {}
 
-    def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
-        """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are the tensors of the slab's pieces."""
-        in_place = self._in_place(self.layout.slabs[index], tensors)
+    def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> BucketLease:
+        """Return the bytes of bucket ``index``, ready to be sent. ``tensors`` are the tensors of its pieces."""
+        in_place = self._in_place(self.layout.buckets[index], tensors)
         if in_place is not None:
-            return SlabLease(index, in_place)
+            return BucketLease(index, in_place)
         lease = self.lease(index)
         *targets, gaps = lease.views(lambda memory: self._views(memory, index))
         if gaps:  # what was there before would be sent, and change the checksums
             torch._foreach_zero_(gaps)
         for to, (dtype, numbers) in zip(targets, self._groups(index), strict=True):
-            pieces = self.layout.slabs[index].pieces
+            pieces = self.layout.buckets[index].pieces
             torch._foreach_copy_(to, [_piece_as(dtype, pieces[number], tensors[number]) for number in numbers])
         return lease
 
-    def lease(self, index: int) -> SlabLease:
-        """Return a ring slot for slab ``index``, after the operation that uses it.
+    def lease(self, index: int) -> BucketLease:
+        """Return a ring slot for bucket ``index``, after the operation that uses it.
 
         With streams this orders the current stream; without, it blocks until the operation is done.
         """
         slot = self._next_slot(index)
-        return SlabLease(index, slot.memory[: self.layout.slabs[index].nbytes], slot, slot.generation)
+        return BucketLease(index, slot.memory[: self.layout.buckets[index].nbytes], slot, slot.generation)
 
     def release(self) -> None:
         """Free the ring's memory, which no operation may be using. The next lease allocates it again."""
@@ -244,37 +244,37 @@ class SlabRing:
             if slot is not None:
                 slot.in_use = None
 
-    def _in_place(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the slab as memory of ``tensors``, or None if they are not in memory as in the slab.
+    def _in_place(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the bucket as memory of ``tensors``, or None if they are not in memory as in the bucket.
 
         Bytes between the tensors may belong to other tensors.
         """
-        first = slab.pieces[0]
+        first = bucket.pieces[0]
         begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
         if begin % 8 or not _is_as_in_memory(tensors[0]) or tensors[0].device != self._device:
             return None  # the checksum reads 64-bit words
-        if len(tensors) > 1 and not self._are_adjacent(slab, tensors):
+        if len(tensors) > 1 and not self._are_adjacent(bucket, tensors):
             return None
         storage = tensors[0].untyped_storage()
-        if begin < 0 or begin + slab.nbytes > storage.nbytes():
+        if begin < 0 or begin + bucket.nbytes > storage.nbytes():
             return None
         memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=self._device)
-        return memory.set_(storage, begin, (slab.nbytes,), (1,))
+        return memory.set_(storage, begin, (bucket.nbytes,), (1,))
 
-    def _are_adjacent(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> bool:
-        base = tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
-        for piece, tensor in zip(slab.pieces, tensors, strict=True):
+    def _are_adjacent(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
+        base = tensors[0].data_ptr() - bucket.pieces[0].at + bucket.pieces[0].start
+        for piece, tensor in zip(bucket.pieces, tensors, strict=True):
             if tensor.data_ptr() + piece.start != base + piece.at or not _is_as_in_memory(tensor):
                 return False
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
     def _next_slot(self, index: int) -> _RingSlot:
-        # Each transfer begins with the same slot, so that each slab finds the views that were made for it.
-        self._last_slot = 0 if index <= self._last_slab else (self._last_slot + 1) % len(self._slots)
-        self._last_slab, number = index, self._last_slot
+        # Each transfer begins with the same slot, so that each bucket finds the views that were made for it.
+        self._last_slot = 0 if index <= self._last_bucket else (self._last_slot + 1) % len(self._slots)
+        self._last_bucket, number = index, self._last_slot
         slot = self._slots[number]
         if slot is None:
-            nbytes = self.layout.largest_slab_nbytes
+            nbytes = self.layout.largest_bucket_nbytes
             nbytes += -nbytes % max(INTEGERS)  # so that it can be viewed as any dtype
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
@@ -285,21 +285,21 @@ class SlabRing:
         return slot
 
     def _groups(self, index: int) -> list[tuple[torch.dtype, list[int]]]:
-        """Return the pieces of slab ``index`` in groups for batched copies, each with the integer type to copy as."""
+        """Return the pieces of bucket ``index`` in groups for batched copies, each with the integer type to copy as."""
         if index not in self._groups_of:
             groups: dict[torch.dtype, list[int]] = {}
-            for number, piece in enumerate(self.layout.slabs[index].pieces):
+            for number, piece in enumerate(self.layout.buckets[index].pieces):
                 size = self.layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
                 groups.setdefault(INTEGERS[size], []).append(number)
             self._groups_of[index] = list(groups.items())
         return self._groups_of[index]
 
     def _views(self, memory: torch.Tensor, index: int) -> list[list[torch.Tensor]]:
-        """Return the pieces of slab ``index`` as views of a slot's ``memory``, one list for each item size.
+        """Return the pieces of bucket ``index`` as views of a slot's ``memory``, one list for each item size.
 
         The last list has the gaps between the pieces.
         """
-        pieces, entries = self.layout.slabs[index].pieces, self.layout.entries
+        pieces, entries = self.layout.buckets[index].pieces, self.layout.entries
         raw = [memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
         shaped = [
             view_bytes(one, entries[piece.entry]) if piece.whole else one
@@ -331,15 +331,15 @@ _ODD = 0x1E3779B97F4A7C15  # any large odd number, because multiplying by it los
 
 
 class Checksums:
-    """A 64-bit checksum for each 32 KiB row of each slab, computed on the device: ``values``, a 1-d int64 tensor.
+    """A 64-bit checksum for each 32 KiB row of each bucket, computed on the device: ``values``, a 1-d int64 tensor.
 
     They detect every change within one 64-bit word, and rows that changed places. They do not detect words that
-    changed places within a row. Summing a slab is usually one kernel and allocates nothing.
+    changed places within a row. Summing a bucket is usually one kernel and allocates nothing.
     """
 
     def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
-        rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
-        self.layout, self.slabs = layout, len(rows)
+        rows = [-(-bucket.nbytes // _ROW_NBYTES) for bucket in layout.buckets]
+        self.layout, self.buckets = layout, len(rows)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._begins = list(itertools.accumulate(rows, initial=0))
         self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device)
@@ -347,10 +347,10 @@ class Checksums:
     @staticmethod
     def nbytes(layout: WeightLayout) -> int:
         """Return the size of ``values`` for ``layout``."""
-        return 8 * sum(-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs)
+        return 8 * sum(-(-bucket.nbytes // _ROW_NBYTES) for bucket in layout.buckets)
 
     def add(self, index: int, raw: torch.Tensor) -> None:
-        """Compute the checksums of slab ``index`` from its bytes (1-d uint8, 8-byte aligned). Does not block."""
+        """Compute the checksums of bucket ``index`` from its bytes (1-d uint8, 8-byte aligned). Does not block."""
         full_rows = raw.numel() // _ROW_NBYTES
         if index not in self._views:
             mine = self.values[self._begins[index] : self._begins[index + 1]]
@@ -369,12 +369,12 @@ class Checksums:
                 of_rest += word.view(torch.int64) * _ODD
 
     def compare(self, theirs: torch.Tensor) -> Vote:
-        """Compare with the sender's checksums: WHOLE, or CORRUPT with the first damaged slabs. Blocks."""
+        """Compare with the sender's checksums: WHOLE, or CORRUPT with the first damaged buckets. Blocks."""
         if torch.equal(self.values, theirs):
             return Vote(VoteKind.WHOLE)
         rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
         wrong = sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
-        return Vote(VoteKind.CORRUPT, f"slabs {wrong[:8]} of {self.slabs}")
+        return Vote(VoteKind.CORRUPT, f"buckets {wrong[:8]} of {self.buckets}")
 
 
 class ChangedSums:
