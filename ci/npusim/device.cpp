@@ -351,6 +351,10 @@ NPUSIM_EXPORT void aclAppLog(aclLogLevel level, const char* function, const char
     if (level >= ACL_ERROR) trace("torch_npu logs an error in %s (%s:%u)", function, file, line);
 }
 
+// CANN's own log: no level is on.
+NPUSIM_EXPORT int32_t CheckLogLevel(int32_t, int32_t) { return 0; }
+NPUSIM_EXPORT void DlogRecord(int32_t, int32_t, const char*, ...) {}
+
 // The profiler's hooks, called whether or not a profiler runs.
 NPUSIM_EXPORT int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
 NPUSIM_EXPORT int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
@@ -415,3 +419,6 @@ NPUSIM_UNSIMULATED(rtGetC2cCtrlAddr)
 NPUSIM_UNSIMULATED(rtKernelLaunch)
 // Callbacks that a thread of the application polls for (aclrtLaunchHostFunc's, which run by themselves, are simulated).
 NPUSIM_UNSIMULATED(aclrtProcessReport)
+// A context of its own; copies of blocks of an attention cache to the host.
+NPUSIM_UNSIMULATED(aclrtCreateContext)
+NPUSIM_UNSIMULATED(aclrtMemcpyBatchAsync)
