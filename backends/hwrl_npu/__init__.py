@@ -21,6 +21,7 @@ from hwrl.interfaces import (
     MemoryInfo,
     ProbeContext,
     ProbeResult,
+    RolloutSettings,
     Support,
     without_device_files,
 )
@@ -112,11 +113,14 @@ def hwrl_bootstrap(framework: str) -> None:
 
 
 @hwrl.hookimpl
-def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+def hwrl_engine_args(
+    framework: str, settings: RolloutSettings | None, options: Mapping[str, Any]
+) -> dict[str, Any] | None:
     if framework != "vllm":
         return None
-    settings.refuse_private_format(os.environ)
-    return {"additional_config": {"weight_nz_mode": 0}}
+    from hwrl_npu import vllm_traps
+
+    return vllm_traps.arguments(settings, options, os.environ)
 
 
 @hwrl.hookimpl
@@ -128,7 +132,10 @@ def hwrl_kernels() -> Kernels | None:
 
 @hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
-    return settings.findings(context, devices=len(context.device_files(_DEVICE_FILES)))
+    from hwrl_npu import vllm_traps
+
+    devices = len(context.device_files(_DEVICE_FILES))
+    return [*settings.findings(context, devices=devices), *(vllm_traps.findings(context) if devices else ())]
 
 
 class NpuBackend(Backend):
@@ -138,7 +145,11 @@ class NpuBackend(Backend):
 
     def supports(self, capability: Capability) -> Support:
         if capability is Capability.DEVICE_IPC and settings.uses_expandable_segments(os.environ):
-            return Support("unsupported", "expandable_segments is on, whose memory was not proven to be shareable")
+            return Support(
+                "unsupported",
+                f"expandable segments, whose memory was not proven to be shareable, are on: unset "
+                f"{' and '.join(settings.ALLOCATOR)}, or write expandable_segments:False",
+            )
         return _SUPPORT.get(capability) or super().supports(capability)
 
     @functools.cached_property

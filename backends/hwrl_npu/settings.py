@@ -15,7 +15,6 @@ _SHOWN = (VISIBLE, "ASCEND_HOME_PATH", *ALLOCATOR, "HCCL_CONNECT_TIMEOUT", "HCCL
 _PORTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "HCCL_IF_BASE_PORT", "HCCL_NPU_SOCKET_PORT_RANGE": ""}
 """HCCL's port ranges, each with an older variable for the same setting."""
 _DEFAULT_BUFFER_MB = 200
-_PRIVATE_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
 
 
 class NpuDeviceMap(DeviceMap):
@@ -56,20 +55,6 @@ def uses_expandable_segments(env: Mapping[str, str]) -> bool:
     return "expandable_segments:True" in "".join(env.get(name, "") for name in ALLOCATOR).replace(" ", "")
 
 
-def refuse_private_format(env: Mapping[str, str]) -> None:
-    """Raise ConfigError if the environment makes vLLM keep weights in the device's private format.
-
-    A live update cannot write such weights.
-    """
-    value = env.get(_PRIVATE_FORMAT, "0")
-    if value != "0":
-        raise ConfigError(
-            f"{_PRIVATE_FORMAT}={value} cannot be used with hwrl",
-            why="vLLM would keep weights in the NPU's private format NZ, which a live update cannot write",
-            fix=f"unset {_PRIVATE_FORMAT}, or set it to 0",
-        )
-
-
 def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
     """Yield lines for ``hwrl doctor`` on a machine with this number of ``devices``."""
     env = context.env
@@ -83,10 +68,6 @@ def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
         yield Finding("warning", "ASCEND_LAUNCH_BLOCKING=1: nothing overlaps", fix="unset ASCEND_LAUNCH_BLOCKING")
     if "RANK_TABLE_FILE" in env:
         yield Finding("error", "RANK_TABLE_FILE fixes every group's ranks, so weights cannot travel", "unset it")
-    try:
-        refuse_private_format(env)
-    except ConfigError as error:
-        yield Finding("error", f"{error.what}: {error.why}", fix=error.fix)
     yield from _device_list(env, devices=devices)
     yield from _allocator(env)
     yield from _versions(context)
@@ -129,12 +110,13 @@ def _mentions(env: Mapping[str, str], key: str) -> bool:
 
 
 def _versions(context: ProbeContext) -> Iterator[Finding]:
-    torch, torch_npu = (_version(context, name) for name in ("torch", "torch_npu"))
+    torch, torch_npu = (version_of(context, name) for name in ("torch", "torch_npu"))
     if torch and torch_npu and torch != torch_npu:
         yield Finding("error", f"torch_npu {torch_npu} is not made for torch {torch}", f"install torch_npu {torch}.*")
 
 
-def _version(context: ProbeContext, module: str) -> str:
-    """Return the first two numbers of an installed module's version, '' if not found."""
-    found = re.search(r"__version__\s*=\s*'(\d+\.\d+)", context.module_text(module, "version.py") or "")
+def version_of(context: ProbeContext, module: str) -> str:
+    """Return the first two numbers of an installed module's version, '' if not found. Imports nothing."""
+    texts = (context.module_text(module, file) or "" for file in ("_version.py", "version.py"))
+    found = re.search(r"version(?:__)?\s*=\s*['\"](\d+\.\d+)", "\n".join(texts))
     return found.group(1) if found else ""

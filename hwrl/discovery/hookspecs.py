@@ -79,10 +79,15 @@ def hwrl_bootstrap(framework: str) -> None:
 
 
 @hookspec(firstresult=True)
-def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+def hwrl_engine_args(
+    framework: str, settings: RolloutSettings | None, options: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the arguments that engines of ``framework``, an import name, need on this device. Optional.
 
-    A user's option that contradicts one is refused. Raise ConfigError if the environment contradicts one.
+    hwrl calls it in the process that will make the engine, before it makes one: ``settings`` and the user's ``options``
+    are the engine's. ``settings`` is None for an engine that another program made. The hook may set environment
+    variables that the framework reads. A user's option that contradicts an argument is refused. Raise ConfigError if
+    the environment, the settings, or an option cannot go with the device.
     """
     raise NotImplementedError
 

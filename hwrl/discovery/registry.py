@@ -37,7 +37,7 @@ from hwrl.errors import (
     ConfigError,
     HwrlError,
 )
-from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult
+from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult, RolloutSettings
 from hwrl.interfaces.probing import PROBE_ROOT
 
 BACKEND_ENTRY_POINTS = "hwrl.backends"
@@ -215,16 +215,32 @@ class Registry:
             _call_hook(plugin, "hwrl_bootstrap", Any, framework=framework)
             self._bootstrapped.add(framework)
 
-    def engine_args(self, framework: str, options: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
-        """Return arguments for engines of ``framework``, an import name: what this device needs, and ``options``.
+    def engine_args(
+        self,
+        framework: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        settings: RolloutSettings | None = None,
+        key: str = "",
+    ) -> dict[str, Any]:
+        """Return arguments for an engine of ``framework``, an import name: what this device needs, and ``options``.
 
-        Options that are mappings are merged key by key. Raises ConfigError, with the option's name behind ``key``, if
-        one contradicts what the device needs.
+        Call it in the process that makes the engine, before it does: the backend may set environment variables.
+        ``settings`` are the engine's; None if another program makes it. Options that are mappings are merged key by
+        key. Raises ConfigError, with the option's name behind ``key``, if one contradicts what the device needs, and
+        whatever the backend refuses.
         """
         plugin = self._chosen_plugin()
         needed = None
         if plugin is not None:
-            needed = _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework)
+            needed = _call_hook(
+                plugin,
+                "hwrl_engine_args",
+                dict[str, Any] | None,
+                framework=framework,
+                settings=settings,
+                options=options or {},
+            )
         return _merged(needed or {}, options or {}, key)
 
     def kernels(self) -> Kernels:

@@ -244,10 +244,9 @@ class Backend:
         This method, :meth:`current_stream` and :meth:`event` raise UnsupportedError if torch has no streams for the
         device: its backend must then override all three.
         """
-        import torch
-
         torchapi.require_streams(self.info.device_type)
-        return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
+        made: StreamLike = torchapi.new_stream(self.device())
+        return made
 
     def current_stream(self) -> StreamLike:
         """Return this thread's current stream."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hwrl.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from hwrl.interfaces.backend import Backend
 
 _GAP_MESSAGES = ("is not a DeviceAllocator", "doesn't support", "not implemented")
@@ -65,10 +67,23 @@ def function(device_type: str, name: str, *, general: str = "", instead: str = "
 
 def new_event(device_type: str, *, timing: bool) -> Any:
     """Return a ``torch.Event`` of the device."""
+    return _own_class("Event")(device_type, enable_timing=timing)
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new ``torch.Stream`` of the device."""
+    return _own_class("Stream")(device=device)
+
+
+def _own_class(name: str) -> Any:
+    """Return torch's own class ``name``, which it defines in C.
+
+    Vendors' extensions and engines replace ``torch.Event`` and ``torch.Stream`` for the whole process, by classes with
+    other arguments, or by subclasses that torch refuses.
+    """
     import torch
 
-    made: Any = torch._C.Event  # some vendors' engines put a class with other arguments at torch.Event
-    return made(device_type, enable_timing=timing)
+    return getattr(torch._C, name)
 
 
 def require_streams(device_type: str) -> None:

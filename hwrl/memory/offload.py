@@ -152,9 +152,10 @@ class Offloader:
             if not part.offloaded:
                 part.allow_use()
                 part.drop_storages()
-        fix = "the host has all of it: free device memory and load"
-        with _explained("brought back after an error", freed, fix=fix):
-            self._move_to_device(freed)
+        if freed:
+            fix = "the host has all of it: free device memory and load"
+            with _explained("brought back after an error", freed, fix=fix):
+                self._move_to_device(freed)
         for part in freed:
             part.drop_storages()
 
@@ -286,5 +287,5 @@ def _explained(done: str, parts: list[OffloadablePart], *, fix: str) -> Iterator
     except HwrlError:
         raise
     except Exception as exc:
-        names = " and ".join(part.name for part in parts)
+        names = " and ".join(part.name for part in parts) or "memory"  # no part was left to move, and the device failed
         raise MemoryStateError(f"the {names} cannot be {done}", why=str(exc) or repr(exc), fix=fix) from exc

@@ -86,7 +86,7 @@ def engine_arguments(
     """Return the arguments of an engine: hwrl's own, those that the device needs, and the user's ``options``.
 
     ``known`` has the names of all engine arguments of the installed vLLM. Raises the errors of :func:`check_options`,
-    and ConfigError for an option that contradicts the device.
+    and ConfigError for what cannot go with the device. The device's backend may set environment variables.
     """
     check_options(options, known=known)
     of_vllm = {name: value for name, value in options.items() if name != "engine_core"}
@@ -102,7 +102,7 @@ def engine_arguments(
         # The workers must open this process's memory, so they run on this machine. vLLM itself might choose Ray.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
-        **engine_args("vllm", of_vllm, key="rollout.engine_options"),
+        **engine_args("vllm", of_vllm, settings=settings, key="rollout.engine_options"),
     }
 
 

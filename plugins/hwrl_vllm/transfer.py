@@ -18,13 +18,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from hwrl.comm import connect_store
-from hwrl.discovery import get_backend
-from hwrl.errors import EngineError
+from hwrl.discovery import engine_args, get_backend
+from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import require_same_model
 from hwrl.saved_names import saved_weights
 from hwrl.weights import EngineReceiver, Taken
 from hwrl_vllm.loading import ModelLoading
+from hwrl_vllm.plugin import BACKEND
 from hwrl_vllm.trainer import WORKERS, answer_key
 
 _log = logging.getLogger("vllm.hwrl")  # vLLM's logger shows its messages
@@ -72,6 +73,16 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     _taken = Taken()
     _is_updating = _keeps_old = False
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if not hasattr(self, "vllm_config"):
+            raise ConfigError(
+                f"--weight-transfer-config with the backend {BACKEND!r} cannot be used",
+                why="this vLLM calls its weight-transfer backends in another way than vLLM 0.25 and newer",
+                fix="use vLLM 0.25 or newer; on NPUs that is vllm-ascend 0.25 or newer",
+            )
+        self._require_device_settings()
+
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         config = self.vllm_config.parallel_config
         try:
@@ -112,6 +123,18 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Raise NotImplementedError. vLLM before 0.28 requires this method; hwrl's trainer's end is TransferTrainer."""
         raise NotImplementedError("send weights by hwrl_vllm.TransferTrainer")
+
+    def _require_device_settings(self) -> None:
+        """Raise ConfigError unless vLLM was started with what live updates need on this device."""
+        name = "additional_config"
+        given: Any = self.vllm_config.additional_config or {}
+        needed = engine_args("vllm", {name: given}).get(name, given)
+        if needed != given:
+            raise ConfigError(
+                f"weights of this vLLM cannot be updated: its --{name.replace('_', '-')} lacks a setting",
+                why=f"it is {json.dumps(given)}, and live updates need {json.dumps(needed)} on this device",
+                fix=f"start vLLM with --{name.replace('_', '-')} '{json.dumps(needed)}'",
+            )
 
     def _do(self, update: TransferUpdate) -> Taken:
         """Do the task of ``update``. The result is empty unless the task is to take an offer."""

@@ -211,11 +211,6 @@ NPU_TROUBLES = {
         "this machine shows 2 devices: use numbers below 2",
     ),
     "a list that is no list": ({"ASCEND_RT_VISIBLE_DEVICES": "3;2"}, "cannot be read", "ASCEND_RT_VISIBLE_DEVICES=0,1"),
-    "weights in a private format": (
-        {"VLLM_ASCEND_ENABLE_NZ": "1"},
-        "which a live update cannot write",
-        "unset VLLM_ASCEND_ENABLE_NZ, or set it to 0",
-    ),
     "a rank table": ({"RANK_TABLE_FILE": "/ranks.json"}, "weights cannot travel", "unset it"),
 }
 

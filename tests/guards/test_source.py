@@ -62,6 +62,18 @@ def test_the_core_names_no_device() -> None:
     assert not found, "ask for a Capability, or use a method of Backend"
 
 
+def test_only_one_module_takes_what_vendors_replace_in_torch() -> None:
+    """An engine in the same process may have put another class at ``torch.Event``."""
+    found = [
+        place(path, node.lineno)
+        for path in SHIPPED
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.Event", "torch.Stream")
+        if path.name != "overhead.py"  # it compares hwrl's calls with these
+    ]
+    assert not found, "take them from Backend, which takes them from hwrl/interfaces/torchapi.py"
+
+
 def compares_a_name(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     names = [side for side in sides if isinstance(side, ast.Attribute) and side.attr == "name"]

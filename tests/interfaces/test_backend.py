@@ -11,7 +11,7 @@ import torch
 import hwrl_cpu
 from hwrl.comm import Comm, HashStore
 from hwrl.errors import DeviceMemoryError, UnsupportedError
-from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap
+from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, torchapi
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
 HOST = hwrl_cpu.hwrl_create_backend()
@@ -39,6 +39,21 @@ def test_what_is_not_proven_is_usable_and_says_so() -> None:
 def test_a_device_without_streams_says_so_before_one_is_used(call: Callable[[], object]) -> None:
     with pytest.raises(UnsupportedError, match=r"device 'cpu' has no streams(.|\n)*inline ones"):
         call()
+
+
+def test_streams_and_events_are_torchs_own_where_an_engine_replaced_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend sets ``torch.Event = torch.npu.Event`` for the whole process, torchada and transfer_to_npu more."""
+
+    class OfAVendor:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            raise AssertionError("this class takes no device")
+
+    for name in ("Event", "Stream"):
+        monkeypatch.setattr(torch, name, OfAVendor)
+    monkeypatch.setattr(torchapi, "require_streams", lambda _: None)  # the host has none, but torch makes the objects
+    monkeypatch.setattr(GENERIC, "current_index", lambda: 0)
+    for made, own in ((GENERIC.event(timing=True), torch._C.Event), (GENERIC.stream(), torch._C.Stream)):
+        assert type(made) is own
 
 
 def test_the_collective_library_comes_from_torch() -> None:

@@ -15,6 +15,7 @@ from hwrl.errors import MemoryStateError
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
+from hwrl_cpu.inline import InlineStream
 
 BACKEND = CpuBackend(INFO)
 WIDTH = 512  # one weight is 1 MiB
@@ -252,6 +253,22 @@ def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> No
         net(torch.ones(1, 4))
         net.bias.data = net.bias.data.clone()  # what the fix says
         assert offloader.offload().nbytes > 0
+
+
+def test_an_error_of_the_device_names_what_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's library may fail in its first call for a stream or an event; then nothing was moved yet."""
+
+    def fail(*_: object) -> None:
+        raise TypeError("Event.__new__() got multiple values")
+
+    net, optimizer = _net()
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        for parts, noun in (({}, "parameters and optimizer"), ({"params": False, "optimizer": False}, "memory")):
+            with monkeypatch.context() as broken:
+                broken.setattr(InlineStream, "synchronize" if parts else "wait_stream", fail)
+                with pytest.raises(MemoryStateError, match=f"the {noun} cannot be offloaded(.|\n)*multiple values"):
+                    offloader.offload(**parts)
+        assert not _are_away(net.parameters())
 
 
 def _run_out_of_memory(rank: int) -> list[object]:

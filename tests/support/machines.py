@@ -41,9 +41,11 @@ class Machine:
         (folder / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
         return self
 
-    def with_module(self, name: str, version_text: str = "") -> Machine:
+    def with_module(self, name: str, version_text: str = "", **files: str) -> Machine:
+        """Install ``name`` with a version.py, and with ``files``: the text of each, by its name without ".py"."""
         (self.root / name).mkdir()
-        (self.root / name / "version.py").write_text(version_text)
+        for file, text in {"version": version_text, **files}.items():
+            (self.root / name / f"{file}.py").write_text(text)
         return self
 
     def context(self, **env: str) -> ProbeContext:

@@ -105,7 +105,7 @@ class Worker:
     def __init__(self, factory: Any, model: Any, *, rank: int, of: int) -> None:
         parallel = SimpleNamespace(rank=rank, world_size=of)
         settings = SimpleNamespace(hf_config=model.config)
-        config = SimpleNamespace(parallel_config=parallel, model_config=settings)
+        config = SimpleNamespace(parallel_config=parallel, model_config=settings, additional_config={})
         self.model, self.is_updating = model, False
         self.engine = factory.WeightTransferEngineFactory.create_engine(
             SimpleNamespace(backend="hwrl"), config, torch.device("cpu"), model

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import hwrl_npu
-from hwrl.discovery import Registry, get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutSettings
 from hwrl.models import build_model
@@ -31,12 +30,6 @@ SETTINGS = RolloutSettings(
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
     known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill"]
     return engine_arguments(SETTINGS, options, known=known)
-
-
-def on_npus(options: dict[str, Any]) -> dict[str, Any]:
-    registry = Registry(env={})
-    registry.set_backend(hwrl_npu.NpuBackend(hwrl_npu.INFO))
-    return registry.engine_args("vllm", options, key="rollout.engine_options")
 
 
 def test_an_engine_is_told_what_the_configuration_says_and_what_updates_need() -> None:
@@ -60,27 +53,6 @@ def test_an_option_that_contradicts_the_device_is_refused_by_name() -> None:
     )
     with pytest.raises(ConfigError, match=r"rollout\.engine_options\.enable_chunked_prefill=True(.|\n)*need False"):
         arguments({"enable_chunked_prefill": True})
-
-
-def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"weight_nz_mode": 0}
-    assert on_npus({}) == {"additional_config": needed}
-    assert hwrl_npu.hwrl_engine_args("another") is None
-    merged = on_npus({"additional_config": {"enable_cpu_binding": True, "weight_nz_mode": 0}, "block_size": 128})
-    assert merged == {"additional_config": needed | {"enable_cpu_binding": True}, "block_size": 128}
-    place = r"rollout\.engine_options\.additional_config"
-    with pytest.raises(ConfigError, match=rf"{place}\.weight_nz_mode=2 cannot be set(.|\n)*need 0"):
-        on_npus({"additional_config": {"weight_nz_mode": 2}})
-    with pytest.raises(ConfigError, match=rf"{place}='(.|\n)*need {{'weight_nz_mode'(.|\n)*write a mapping"):
-        on_npus({"additional_config": '{"enable_cpu_binding": true}'})
-    for allowed in ("0", None):
-        monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ") if allowed is None else monkeypatch.setenv(
-            "VLLM_ASCEND_ENABLE_NZ", allowed
-        )
-        assert on_npus({}) == {"additional_config": needed}
-    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
-    with pytest.raises(ConfigError, match="VLLM_ASCEND_ENABLE_NZ=1 cannot be used with hwrl"):
-        on_npus({})
 
 
 @pytest.mark.parametrize(("max_length", "base"), [(16, 1e4), (40, 48760.54616817902)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.errors import CommError, EngineError
+from hwrl.errors import CommError, ConfigError, EngineError
 from hwrl.weights import WeightLayout, WeightSource
 from hwrl_vllm import TransferTrainer, TransferTrainerInit, plugin
 from tests.plugins.vllm import stand_in
@@ -256,3 +256,41 @@ def test_each_rank_reads_its_weights_once_whatever_fails(
             first.send_weights()
         second.send_weights()
     assert reads == [2, 2]
+
+
+# -- a worker that cannot be updated says so when it starts ------------------------------------------------------------
+
+
+def make_worker(factory: ModuleType, additional_config: dict[str, Any] | None) -> object:
+    config = SimpleNamespace(model_config=None, additional_config=additional_config)
+    given = (SimpleNamespace(backend="hwrl"), config, torch.device("cpu"), tiny_model(9))
+    return factory.WeightTransferEngineFactory.create_engine(*given)
+
+
+def test_a_vllm_without_a_setting_for_live_updates_is_refused(
+    factory: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend demands ``weight_nz_mode=0`` at the first update only, and its pages do not say so."""
+    transfer = sys.modules["hwrl_vllm.transfer"]
+    needs = {"weight_nz_mode": 0}
+
+    def engine_args(framework: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {"additional_config": needs | options["additional_config"]}
+
+    monkeypatch.setattr(transfer, "engine_args", engine_args)
+    assert make_worker(factory, {"weight_nz_mode": 0, "another": 1})
+    for given in ({"another": 1}, None):
+        with pytest.raises(ConfigError, match=r"start vLLM with --additional-config '{\"weight_nz_mode\": 0"):
+            make_worker(factory, given)
+
+
+def test_a_worker_of_an_older_vllm_is_refused_by_name(factory: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NPUWorker of vllm-ascend 0.23 passes the parallel settings and the model only."""
+
+    def __init__(self: Any, config: Any, parallel_config: Any, model: Any) -> None:
+        self.parallel_config = parallel_config
+
+    transfer = sys.modules["hwrl_vllm.transfer"]
+    monkeypatch.setattr(transfer.WeightTransferEngine, "__init__", __init__)
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.25 or newer; on NPUs that is vllm-ascend 0\.25"):
+        transfer.TransferWorker(None, SimpleNamespace(rank=0), tiny_model(9))
