@@ -17,16 +17,16 @@ def simulate() -> None:
     """Put the operators below in the place of those that need device code."""
     from vllm_ascend.ops.triton import compute_slot_mapping
 
-    if "_npu_rotary_embedding" in _replaced:
-        return
-    _replaced.append("_npu_rotary_embedding")
-    _atb.impl("_npu_rotary_embedding", rotary_embedding, "PrivateUse1", allow_override=True)
+    for function in (_npu_rotary_embedding, _npu_matmul_add_fp32):
+        if function not in _simulated:
+            _simulated.append(function)
+            _atb.impl(function.__name__, function, "PrivateUse1", allow_override=True)
     for module in (compute_slot_mapping, sys.modules.get("vllm_ascend.worker.block_table")):
         if module is not None:
             module._compute_slot_mapping_kernel = Kernel(slot_mapping)
 
 
-_replaced: list[str] = []
+_simulated: list[Callable[..., None]] = []
 
 
 class Kernel:
@@ -65,7 +65,7 @@ def slot_mapping(
     slots[tokens:room] = PAD_ID
 
 
-def rotary_embedding(
+def _npu_rotary_embedding(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cache: torch.Tensor, neox: bool
 ) -> None:
     """Rotate each head of ``query`` and ``key`` in place. The rows of ``cache`` have cosines, then sines."""
@@ -75,3 +75,8 @@ def rotary_embedding(
         first, second = heads.float().chunk(2, -1) if neox else (heads[..., ::2].float(), heads[..., 1::2].float())
         parts: Any = (first * cos - second * sin, second * cos + first * sin)
         heads.copy_(torch.cat(parts, -1) if neox else torch.stack(parts, -1).flatten(-2))
+
+
+def _npu_matmul_add_fp32(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the product of ``left``, transposed, and ``right`` to ``total``, which is float32."""
+    total.add_(left.float().T @ right.float())
