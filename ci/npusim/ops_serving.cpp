@@ -100,3 +100,23 @@ OP(aclnnMoeTokenUnpermute, (Tensor rows, Tensor places, Tensor weights, bool pad
     auto parts = rows.index_select(0, places.flatten().to(at::kLong)).to(at::kFloat).view({out.size(0), copies, rows.size(1)});
     out = weights.defined() ? (parts * weights.unsqueeze(-1)).sum(1) : parts.sum(1);
 })
+
+// Each expert's rows with its weights: one tensor for all experts, or one for each.
+OP(aclnnGroupedMatmulV5,
+   (Tensors x, Tensors weights, Tensors biases, Tensors scales, Tensors offsets, Tensors antiquant_scales, Tensors antiquant_offsets,
+    Tensors token_scales, Tensor groups, Tensors activations, Tensors activation_scales, Tensors activation_offsets, int64_t split,
+    int64_t group_type, int64_t group_list_type, int64_t activation, Ints, Outs out, Outs, Outs), {
+    for (const auto& list : {scales, offsets, antiquant_scales, antiquant_offsets, token_scales, activations, activation_scales, activation_offsets})
+        if (!list.empty()) unsimulated("aclnnGroupedMatmulV5 with quantization");
+    if (x.size() != 1 || out.size() != 1 || split < 2 || group_type != 0 || group_list_type > 1 || activation != 0)
+        unsimulated("aclnnGroupedMatmulV5 of several inputs or outputs, with other groups than rows, or with an activation");
+    const auto ends = (group_list_type == 0 ? groups : groups.cumsum(0)).to(at::kLong);
+    for (int64_t i = 0, begin = 0; i < ends.size(0); ++i) {
+        const int64_t end = ends[i].item<int64_t>();
+        const auto weight = weights.size() == 1 ? weights[0][i] : weights.at(i);
+        auto rows = x[0].slice(0, begin, end).to(at::kFloat).matmul(weight.to(at::kFloat));
+        if (!biases.empty()) rows = rows + (biases.size() == 1 ? biases[0][i] : biases.at(i));
+        out[0].slice(0, begin, end).copy_(rows);
+        begin = end;
+    }
+})

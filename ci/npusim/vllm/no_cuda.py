@@ -31,7 +31,7 @@ def main(torch: Path) -> None:
 
 def build(library: Path, functions: dict[str, set[str]]) -> None:
     names = sorted(set().union(*functions.values()))
-    code = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names) or "int nothing;\n"
+    code = "".join(map(function, names)) or "int nothing;\n"
     versions = "".join(f"{version} {{ global: *; }};\n" for version in functions if version)
     script = library.with_suffix(".map")
     script.write_text(versions or "{ global: *; };\n")
@@ -39,6 +39,12 @@ def build(library: Path, functions: dict[str, set[str]]) -> None:
     command += [f"-Wl,--version-script={script}", "-o", str(library), "-"]
     subprocess.run(command, input=code, text=True, check=True)
     script.unlink()
+
+
+def function(name: str) -> str:
+    if re.search("Error(String|Name)$|LastError$", name) and not name.startswith(("cudaGetLast", "cudaPeek")):
+        return f'const char *{name}(void) {{ return "there is no CUDA here, only the names of its functions"; }}\n'
+    return f"int {name}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 def output(*command: str | Path) -> str:
