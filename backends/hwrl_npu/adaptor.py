@@ -23,8 +23,16 @@ def prepare() -> None:
             why=f"none of {', '.join(_ADAPTORS)} is installed",
             fix="install MindSpeed's branch for your Megatron-core, for example core_r0.16.0",
         )
+    name = _ADAPTORS[installed[0]]
     with _hidden_command_line():
-        importlib.import_module(_ADAPTORS[installed[0]])
+        try:
+            importlib.import_module(name)
+        except Exception as exc:  # it patches other packages, and fails in many ways if they do not fit
+            raise EngineError(
+                "cannot prepare Megatron-core for NPUs",
+                why=f"import {name} raised {type(exc).__name__}: {exc}",
+                fix="install MindSpeed's branch for your Megatron-core from its repository: PyPI has a placeholder",
+            ) from exc
 
 
 @contextmanager

@@ -15,6 +15,8 @@ _SHOWN = (VISIBLE, "ASCEND_HOME_PATH", *ALLOCATOR, "HCCL_CONNECT_TIMEOUT", "HCCL
 _PORTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "HCCL_IF_BASE_PORT", "HCCL_NPU_SOCKET_PORT_RANGE": ""}
 """HCCL's port ranges, each with an older variable for the same setting."""
 _DEFAULT_BUFFER_MB = 200
+_DRIVER_FILE = "usr/local/Ascend/driver/version.info"
+_DRIVER_FOR_IPC = (25, 3)
 
 
 class NpuDeviceMap(DeviceMap):
@@ -70,7 +72,9 @@ def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
         yield Finding("error", "RANK_TABLE_FILE fixes every group's ranks, so weights cannot travel", "unset it")
     yield from _device_list(env, devices=devices)
     yield from _allocator(env)
+    yield from _ports(env)
     yield from _versions(context)
+    yield from _driver(context)
 
 
 def _communicator_cost(env: Mapping[str, str]) -> Finding:
@@ -107,6 +111,35 @@ def _allocator(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def _mentions(env: Mapping[str, str], key: str) -> bool:
     return any(key in env.get(name, "") for name in ALLOCATOR)
+
+
+def _ports(env: Mapping[str, str]) -> Iterator[Finding]:
+    for ports, older in _PORTS.items():
+        fixed = next((name for name in (ports, older) if env.get(name) not in (None, "", "auto")), None)
+        if fixed:
+            yield Finding(
+                "warning",
+                f"{fixed}={env[fixed]}: all processes of a shared device take their ports from it, and some may fail",
+                fix=f"unset {fixed}: hwrl sets {ports}=auto where processes share a device",
+            )
+
+
+def _driver(context: ProbeContext) -> Iterator[Finding]:
+    """Tell the driver's version, by its file. Containers see it if it is mounted there."""
+    file = context.root / _DRIVER_FILE
+    found = re.search(r"^Version=(\d+)\.(\S+)", file.read_text(errors="replace"), re.M) if file.is_file() else None
+    if found is None:
+        return
+    major, minor = int(found[1]), int(re.match(r"\d*", found[2])[0] or 0)  # type: ignore[index]  # it always matches
+    version = f"{found[1]}.{found[2]}"
+    yield Finding("info", f"driver {version}")
+    if (major, minor) < _DRIVER_FOR_IPC:
+        wanted = ".".join(map(str, _DRIVER_FOR_IPC))
+        yield Finding(
+            "warning",
+            f"the driver {version} is older than {wanted}: no process can open the device memory of another one",
+            fix=f"install HDK {wanted} or newer; until then set weights.bypass_cpu=false",
+        )
 
 
 def _versions(context: ProbeContext) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from hwrl import __version__
-from hwrl.cli import livecheck
+from hwrl.cli import deepcheck, livecheck
 from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
 from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
 from hwrl.discovery.registry import TORCH_EXTENSIONS
@@ -37,12 +37,19 @@ _VARIABLES = re.compile(
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument(
+        "--deep", action="store_true", help="also try a run's calls one by one, each in a process: some minutes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0 if the chosen backend can run, else 1."""
+    if args.deep:
+        deepcheck.require_kit()
     with contextlib.redirect_stdout(sys.stderr):  # a plugin may print: the report is alone on stdout
         report = examine(Registry(), env=os.environ)
+        if args.deep and report.get("live", {}).get("ok"):
+            report |= _examine_deeply(report)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
     return 0 if report["ok"] else 1
 
@@ -68,6 +75,19 @@ def examine(registry: Registry, *, env: Mapping[str, str]) -> dict[str, Any]:
     live = livecheck.check(name)
     errors = [finding for finding in backends[name]["findings"] if finding["level"] == "error"]
     return report | {"ok": live["ok"] and not errors, "chosen": name, "why": choice.why, "live": live}
+
+
+def _examine_deeply(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the new entries of ``report``: the steps, and its ``ok`` with them. Prints each step when it ends."""
+    found = []
+    for step in deepcheck.steps(report["chosen"]):
+        print(_step_line(step), flush=True)
+        found.append(step)
+    return {"deep": found, "ok": report["ok"] and all(step["outcome"] in ("passed", "skipped") for step in found)}
+
+
+def _step_line(step: Mapping[str, Any]) -> str:
+    return f"  {step['step']:<26} {step['outcome']:<8} {step['seconds']:>6.1f} s  {step['reason']}".rstrip()
 
 
 def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
@@ -141,13 +161,18 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {name:<24} {value}" for name, value in report[title].items())
     if report["chosen"]:
         yield from _live_lines(report["chosen"], report["live"])
+    if "deep" in report:
+        yield f"\ndeep check of {report['chosen']}"
+        yield from map(_step_line, report["deep"])
     yield f"\nchosen: {report['chosen'] or 'none'}\n  why: {report['why']}"
     if report.get("fix"):
         yield f"  fix: {report['fix']}"
-    if report.get("live", {}).get("slow"):
-        yield f"\nNOT ok: the check took too long; on a busy machine try again, or with {TIMEOUT_SCALE}=4"
+    tried = {step["outcome"] for step in report.get("deep", [])}
+    if report.get("live", {}).get("slow") or ("slow" in tried and "failed" not in tried):
+        yield f"\nNOT ok: a check took too long; on a busy machine try again, or with {TIMEOUT_SCALE}=4"
     else:
-        yield "\nok: the chosen backend can run" if report["ok"] else "\nNOT ok: no run is possible like this"
+        failed = "a run would fail there" if "failed" in tried else "no run is possible like this"
+        yield "\nok: the chosen backend can run" if report["ok"] else f"\nNOT ok: {failed}"
 
 
 def _backend_lines(backend: dict[str, Any]) -> Iterator[str]:

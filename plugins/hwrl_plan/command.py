@@ -31,6 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=count, default=1, help="equal nodes that have the devices")
     parser.add_argument("--host-memory", type=size, help="host memory of a node, for example 1TiB")
     parser.add_argument("--bandwidth", type=_rate, default=50e9, help="of each link, for example 50GB/s")
+    parser.add_argument(
+        "--group-memory", type=size, default=0, help="device memory of each group of processes, for example 400MiB"
+    )
     parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
 
 
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             why="all nodes have the same number of devices",
             fix=f"give a multiple of {args.nodes} devices, or plan for the nodes that are alike",
         )
-    hardware = Hardware(args.devices, args.memory, args.nodes, args.host_memory, args.bandwidth)
+    hardware = Hardware(args.devices, args.memory, args.nodes, args.host_memory, args.bandwidth, args.group_memory)
     plan = make_plan(config, hardware)
     suggestions = [] if plan.fits else suggest(config, hardware)
     print(plan_as_json(plan, suggestions) if args.json else plan_as_text(plan, suggestions))

@@ -20,14 +20,23 @@ from hwrl.interfaces import (
     phase_nbytes,
 )
 from hwrl.run import ClusterNode, Config, PlacementPlan, needs, place_on_nodes, plan_placement
-from hwrl_plan.processes import LINK_CAUSES, Link, links_of, rank_memory, worker_memory
+from hwrl_plan.processes import (
+    SHARED_CAUSES,
+    Link,
+    count_groups,
+    group_memory,
+    links_of,
+    rank_memory,
+    worker_memory,
+)
 
 
 @dataclass(frozen=True)
 class Hardware:
     """``devices`` devices with ``device_nbytes`` each, on ``nodes`` equal nodes with ``host_nbytes`` each, if known.
 
-    ``bandwidth`` is the bandwidth of each link in bytes per second.
+    ``bandwidth`` is the bandwidth of each link in bytes per second. ``group_nbytes`` is the device memory of the
+    collective library for each group of a process, beside the usual buffers.
     """
 
     devices: int
@@ -35,6 +44,7 @@ class Hardware:
     nodes: int = 1
     host_nbytes: int | None = None
     bandwidth: float = 50e9
+    group_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,16 +102,17 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
         return RunPlan(config, hardware, (), (), (), 0, "", (), (f"{error}",))
     transport, assignment = placement.transport, placement.assignment
     ranks, workers = config.train.ranks, config.rollout.replicas * config.rollout.tensor_parallel
-    rank = PlannedProcess(
-        "trainer rank", ranks, rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
-    )
-    worker = PlannedProcess("replica worker", workers, worker_memory(config, device_nbytes=hardware.device_nbytes))
+    of_rank, of_worker = (group_memory(count, hardware.group_nbytes) for count in count_groups(config, transport))
+    rank_causes = rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
+    rank = PlannedProcess("trainer rank", ranks, (*rank_causes, *of_rank))
+    worker_causes = worker_memory(config, device_nbytes=hardware.device_nbytes)
+    worker = PlannedProcess("replica worker", workers, (*worker_causes, *of_worker))
     devices = tuple(_devices(placement, rank, worker, takes_turns=config.takes_turns))
     host = _host_nbytes(hardware, placement, rank, worker)
     unknown = tuple(
         f"the memory of a {process.name}: the plugin of its engine does not report it"
         for process in (rank, worker)
-        if not any(cause.place == "device" and not cause.cause.startswith(LINK_CAUSES) for cause in process.causes)
+        if not any(cause.place == "device" and not cause.cause.startswith(SHARED_CAUSES) for cause in process.causes)
     )
     return RunPlan(
         config=config,

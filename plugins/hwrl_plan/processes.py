@@ -31,8 +31,11 @@ CONTEXT_NBYTES = 1 << 30
 """Estimated device memory of the context and the library buffers of a process."""
 IMPORTS_NBYTES = 3 << 29
 """Estimated host memory of a process that has imported torch and transformers."""
-LINK_CAUSES = ("sender: ", "receiver: ")
-"""Prefixes of the causes that come from weight links, with every engine."""
+_GROUPS = "groups: "
+SHARED_CAUSES = ("sender: ", "receiver: ", _GROUPS)
+"""Prefixes of the causes for weight links and for groups of processes, the same with every engine."""
+_GROUPS_OF_A_LINK = 2
+"""The groups of a weight link, if its transport forms groups."""
 _VERSIONS = 3
 """The number of versions that a transport keeps, if it keeps versions."""
 
@@ -128,6 +131,19 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
     phases = ALWAYS if keeps_old else ("transfer",)
     causes.append(MemoryCause(name, receiving, phases=phases, certain=False))
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
+
+
+def count_groups(config: Config, transport: TransportName) -> tuple[int, int]:
+    """Return the number of groups of a trainer rank, and of a worker. An engine of a plugin may make more."""
+    link = _GROUPS_OF_A_LINK * TRANSPORTS[transport].forms_groups
+    replicated = config.train.shard_ranks not in (None, config.train.ranks)
+    return link + (config.train.ranks > 1) * (2 + replicated), link + (config.rollout.tensor_parallel > 1)
+
+
+def group_memory(groups: int, group_nbytes: int) -> tuple[MemoryCause, ...]:
+    """Return the device memory of ``groups`` groups of processes, each with buffers of ``group_nbytes``."""
+    nbytes = groups * group_nbytes
+    return (MemoryCause(f"{_GROUPS}buffers of {groups}", nbytes, certain=False),) if nbytes else ()
 
 
 def _overhead(device_nbytes: int) -> list[MemoryCause]:

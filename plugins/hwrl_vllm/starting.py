@@ -82,11 +82,11 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = engine_arguments(settings, options, known=known)  # first: the backend knows the device's traps by name
     require_dtype(settings)
     _require_sampling(settings)
     _require_sleep_mode(settings)
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = engine_arguments(settings, options, known=known)
     arguments |= rope_arguments(settings)
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
 

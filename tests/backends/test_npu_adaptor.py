@@ -37,6 +37,15 @@ def test_without_an_adaptor_the_error_says_what_to_install(tmp_path: Path) -> No
     assert "none of mindspeed, megatron_adaptor is installed" in ended.stderr
 
 
+def test_an_adaptor_that_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
+    """The package ``mindspeed`` of PyPI is a placeholder without the adaptor."""
+    (tmp_path / "mindspeed").mkdir()
+    (tmp_path / "mindspeed" / "__init__.py").write_text("")
+    ended = run(tmp_path, BOOTSTRAP)
+    assert "import mindspeed.megatron_adaptor raised ModuleNotFoundError" in ended.stderr
+    assert "PyPI has a placeholder" in ended.stderr
+
+
 def test_other_frameworks_need_nothing(tmp_path: Path) -> None:
     code = BOOTSTRAP.replace("megatron", "transformers") + "import sys; print('torch' in sys.modules)"
     assert run(tmp_path, code, "mindspeed").stdout.strip() == "False"

@@ -261,6 +261,26 @@ def test_doctor_is_told_of_a_trap_with_its_cure(machine: Machine, setting: str) 
     assert TOLD[setting] in finding.message and finding.fix
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HCCL_IF_BASE_PORT", "50000"), ("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050"), ("HCCL_IF_BASE_PORT", "")],
+)
+def test_doctor_is_told_of_fixed_ports(machine: Machine, name: str, value: str) -> None:
+    """verl's pages set ranges of ports; two processes of a device then meet on the same ones."""
+    found = warnings(install(machine), **{name: value})
+    assert [name in one.message and "auto where processes share" in one.fix for one in found] == [True] * bool(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "old"), [("25.2.1", True), ("25.3.rc1", False), ("26.0.rc1", False), ("24.1.0", True)]
+)
+def test_doctor_is_told_of_a_driver_without_memory_for_other_processes(machine: Machine, text: str, old: bool) -> None:
+    file = install(machine).root / "usr/local/Ascend/driver/version.info"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"package_name=driver\nVersion={text}\nascendhal_version=7.35\n")
+    assert [text in one.message and "25.3" in one.fix for one in warnings(machine)] == [True] * old
+
+
 def test_a_sound_machine_with_vllm_ascend_has_no_warning(machine: Machine) -> None:
     assert warnings(install(machine)) == []
 

@@ -6,37 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hwrl.cli import livecheck
+from tests.support.card import CARD, HOST, doctor, install
 
-HWRL = Path(sysconfig.get_path("scripts")) / "hwrl"
-
-CARD = """
-import hwrl
-from hwrl.interfaces import Backend, BackendInfo, Finding, ProbeResult
-
-@hwrl.hookimpl
-def hwrl_backend_info():
-    return BackendInfo(name="card", device_type="cpu", description="an imitated card", api=(1, 0))
-
-@hwrl.hookimpl
-def hwrl_probe(context):
-    return {probe}
-
-@hwrl.hookimpl
-def hwrl_create_backend():
-    {create}
-
-@hwrl.hookimpl
-def hwrl_doctor(context):
-    yield Finding({level!r}, "the firmware is old", fix="flash it")
-"""
-YES = "ProbeResult('yes', 'it blinks', evidence=('/dev/card0',), rank=500)"
 BLIND = (
     "from torch.nn import functional as f; right = f.scaled_dot_product_attention; "
     "f.scaled_dot_product_attention = lambda *parts, **settings: right(*parts, **settings) * 0 + 1; "
@@ -47,24 +24,6 @@ MUTE = (
     "    backend = hwrl_cpu.CpuBackend(hwrl_backend_info()); backend.supports = answers; return backend"
 )
 UNKNOWN = "cuad"  # no backend has this name: the report is whole, but for the live check, which takes seconds
-HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
-
-
-def install(folder: Path, source: str = CARD, **settings: str) -> None:
-    """Put a distribution into ``folder`` just as an installer leaves it: the module, and metadata beside it."""
-    usual = {"probe": YES, "create": HOST, "level": "warning"}
-    (folder / "hwrl_card.py").write_text(source.format(**(usual | settings)))
-    metadata = folder / "hwrl_card-3.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hwrl-card\nVersion: 3.1\n")
-    (metadata / "entry_points.txt").write_text("[hwrl.backends]\ncard = hwrl_card\n")
-
-
-def doctor(*options: str, folder: Path | None = None, choose: str = "") -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HWRL_BACKEND": choose, "PYTHONPATH": str(folder or ""), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [HWRL, "doctor", *options], env=env, text=True, capture_output=True, timeout=1200, check=False
-    )
 
 
 def report(*, folder: Path | None = None, choose: str = "", status: int) -> dict[str, Any]:

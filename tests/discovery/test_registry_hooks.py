@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from hwrl.discovery import Registry
 from hwrl.errors import BackendLoadError, BackendUnavailableError
-from hwrl.interfaces import Backend, BackendInfo, Kernels
+from hwrl.interfaces import Backend, BackendInfo, Kernels, RolloutSettings
 from tests.support.plugin_files import SOURCE, PluginFiles, plugins
 
 __all__ = ["plugins"]  # a fixture
@@ -117,6 +119,19 @@ ENGINE_ARGS = """
 def hwrl_engine_args(framework):
     return dict(mode="safe") if framework == "engine" else None
 """
+
+
+def test_the_backend_sees_the_engine_that_will_be_made(plugins: PluginFiles) -> None:
+    hook = (
+        "\n\n@hwrl.hookimpl\ndef hwrl_engine_args(settings, options):\n    return dict(settings=settings, **options)\n"
+    )
+    plugins.add("chosen", source=SOURCE + hook)
+    settings = RolloutSettings(
+        model_directory=Path("/m"), dtype=torch.float32, eos_ids=[1], max_running=1, max_length=8
+    )
+    registry = plugins.registry(HWRL_BACKEND="chosen")
+    assert registry.engine_args("engine", {"mode": "fast"}, settings=settings) == {"mode": "fast", "settings": settings}
+    assert registry.engine_args("engine") == {"settings": None}
 
 
 def test_engines_get_the_arguments_that_the_chosen_backend_knows_for_them(plugins: PluginFiles) -> None:

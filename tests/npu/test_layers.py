@@ -11,6 +11,7 @@ import torch
 import hwrl
 import hwrl_cpu
 from hwrl.discovery import kernels
+from hwrl.memory import Offloader
 from hwrl.testing.varlen import PACKED, wrong_varlen
 from hwrl.train import FsdpEngine, PolicyLoss
 from hwrl.train.kernels import apply_kernels
@@ -32,6 +33,24 @@ def test_every_norm_and_gated_layer_runs_fused(dtype: torch.dtype) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(right.item(), rel=1e-5 if dtype is torch.float32 else 3e-2)
     assert all(parameter.grad is not None for parameter in fused.parameters())
+
+
+def test_an_engine_may_replace_torchs_events_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend's model runner does so for the whole process. A model still moves to the host and back."""
+    backend, model = hwrl.get_backend(), tiny_model().to(hwrl.get_backend().device())
+    for name in ("Event", "Stream"):
+        monkeypatch.setattr(torch, name, getattr(torch.npu, name))  # type: ignore[attr-defined]  # torch_npu's
+    before = [parameter.detach().cpu() for parameter in model.parameters()]
+    with Offloader(model, backend=backend) as offloader:
+        assert offloader.offload().nbytes > 0
+        offloader.load()
+    begin, end = backend.event(timing=True), backend.event(timing=True)
+    begin.record()
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) >= 0
+    after = [parameter.detach().cpu() for parameter in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_where_the_fused_attention_cannot_serve_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,18 @@ def test_too_few_devices_and_too_little_host_memory_do_not_fit(config_file: Path
     assert "the host memory of a node needs 3.0 GiB and has 1.0 GiB" in host
 
 
+def test_groups_with_large_buffers_are_counted(config_file: Path) -> None:
+    """An NPU's communicator takes twice HCCL_BUFFSIZE: 400 MB by default."""
+    words = ["train.ranks=4", "train.shard_ranks=2", "rollout.replicas=2"]
+    config, large = load_config(config_file, words), replace(BIG, devices=8, group_nbytes=400 * MIB)
+    plan, usual = make_plan(config, large), make_plan(config, replace(large, group_nbytes=0))
+    assert "weights travel by device" in plan.placed, "it makes two groups"
+    assert nbytes_of(plan, "trainer rank", "groups: buffers of 5") == 5 * 400 * MIB
+    assert nbytes_of(plan, "replica worker", "groups: buffers of 2") == 2 * 400 * MIB
+    assert nbytes_of(usual, "trainer rank", "groups") == 0
+    assert plan.devices[0].nbytes - usual.devices[0].nbytes == 5 * 400 * MIB
+
+
 def test_ranks_of_a_plugin_may_have_the_same_rows_and_keep_room_for_libraries(config_file: Path) -> None:
     words = ["train={ranks: 4, batch_groups: 2, engine: megatron, engine_options: {tensor_parallel: 4}}"]
     plan = make_plan(load_config(config_file, [*words, "train.micro_batch_tokens=65536"]), BIG)

@@ -1,4 +1,4 @@
-"""What hwrl uses of vllm-ascend is in its sources, of the version for vLLM 0.23; they are fetched, and only read."""
+"""What hwrl uses of vllm-ascend is in its sources, of the newest and of the oldest version; they are only read."""
 
 from __future__ import annotations
 
@@ -8,36 +8,51 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
-import hwrl_npu
+from hwrl.interfaces import ProbeContext
+from hwrl_npu import vllm_traps
 from hwrl_vllm.worker import WeightLoading
 
-VERSION = "0.23.0"
+VERSIONS = ("0.23.0", "0.26.0rc1")
 Source = Callable[[str], ast.Module]
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="fetches 27 MB: make test-vllm"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="fetches 52 MB: make test-vllm"),
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Return the syntax tree of a module of vllm-ascend."""
+@pytest.fixture(scope="module", params=VERSIONS)
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a version's package."""
     directory = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", f"-d{directory}"]
-    command += ["--python-version=3.11", "--platform=manylinux_2_34_x86_64", f"vllm-ascend=={VERSION}"]
+    command += ["--python-version=3.11", "--platform=manylinux_2_34_x86_64", f"vllm-ascend=={request.param}"]
     ended = subprocess.run(command, text=True, capture_output=True, timeout=2400, check=False)
     if ended.returncode:
         pytest.skip(f"vllm-ascend cannot be had: {ended.stderr.strip().splitlines()[-1]}")
-    (wheel,) = directory.iterdir()
+    (file,) = directory.iterdir()
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(directory, [name for name in archive.namelist() if name.endswith(".py")])
+    return directory / "vllm_ascend"
 
-    def read(module: str) -> ast.Module:
-        with zipfile.ZipFile(wheel) as archive:
-            return ast.parse(archive.read(f"vllm_ascend/{module}.py"))
 
-    return read
+@pytest.fixture(scope="module")
+def source(wheel: Path) -> Source:
+    """Return the syntax tree of a module of vllm-ascend."""
+    return lambda module: ast.parse((wheel / f"{module}.py").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def found(wheel: Path) -> vllm_traps.VllmAscend:
+    """Return the version, as hwrl finds it."""
+    spec = ModuleSpec("vllm_ascend", None, origin=str(wheel / "__init__.py"))
+    installed = vllm_traps.VllmAscend.find(ProbeContext(find_spec=lambda _: spec))
+    assert installed is not None
+    return installed
 
 
 def class_of(module: ast.Module, name: str) -> ast.ClassDef:
@@ -81,10 +96,27 @@ def test_its_platform_sleeps_and_chooses_that_worker(source: Source) -> None:
     assert "vllm_ascend.worker.worker.NPUWorker" in constants(platform)
 
 
-def test_it_knows_the_engine_arguments_of_the_npu_backend(source: Source) -> None:
-    given = hwrl_npu.hwrl_engine_args("vllm")
-    assert given is not None and given.keys() == {"additional_config"}
-    assert given["additional_config"].keys() <= constants(source("ascend_config"))
+def test_hwrl_reads_its_version_its_device_and_its_settings(found: vllm_traps.VllmAscend) -> None:
+    assert ".".join(map(str, found.version)) in VERSIONS[0] + VERSIONS[1] and not found.is_310p
+    assert found.knows("weight_nz_mode") and found.knows("enable_cpu_binding") and not found.knows("rl_config")
+
+
+def test_it_transposes_experts_in_a_wake_in_the_versions_that_hwrl_refuses(
+    source: Source, found: vllm_traps.VllmAscend
+) -> None:
+    worker = class_of(source("worker/worker"), "NPUWorker")
+    (wake,) = (node for node in worker.body if isinstance(node, ast.FunctionDef) and node.name == "wake_up")
+    use = vllm_traps.EngineUse(sleeps=True, experts=True)
+    refused = [trap.what for trap in vllm_traps.traps({}, found, use)]
+    assert ("transpose" in ast.unparse(wake)) is bool(refused)
+
+
+def test_it_sets_what_hwrl_sets_before_it(source: Source) -> None:
+    """The allocator's settings, the way between experts, the size of blocks, and the variable of its own transfer."""
+    platform = constants(source("platform"))
+    assert {"PYTORCH_NPU_ALLOC_CONF", "expandable_segments", "flashinfer_all2allv"} <= platform
+    assert 128 in constants(source("utils"))
+    assert "VLLM_ASCEND_ENABLE_NZ" in constants(source("envs"))
 
 
 def test_it_sleeps_by_the_tags_that_hwrl_wakes(source: Source) -> None:
