@@ -33,12 +33,12 @@ Tensor top_k_top_p(const Tensor& logits, const Tensor& p, const Tensor& k) {
 struct Gate {
     Tensor weights, experts, scores;
 
-    Gate(const Tensor& x, const Tensor& bias, int64_t k, int64_t norm, double scale, double epsilon) {
+    Gate(const Tensor& x, const Tensor& bias, int64_t k, int64_t norm, bool renormalized, double scale, double epsilon) {
         if (norm != 0 && norm != 1) unsimulated(("aclnnMoeGatingTopK with norm type " + std::to_string(norm)).c_str());
         scores = norm == 0 ? x.to(at::kFloat).softmax(-1) : x.to(at::kFloat).sigmoid();
         experts = std::get<1>((bias.defined() ? scores + bias : scores).topk(k));
         weights = scores.gather(-1, experts);
-        if (norm == 1) weights = weights / (weights.sum(-1, /*keepdim=*/true) + epsilon);
+        if (norm == 1 || renormalized) weights = weights / (weights.sum(-1, /*keepdim=*/true) + epsilon);
         weights = weights * scale;
     }
 };
@@ -60,6 +60,28 @@ struct Routing {
     }
 };
 
+struct Grouping {
+    int64_t split, type, list_type, activation;
+};
+
+/// Each expert's rows with its weights: one tensor for all experts, or one for each.
+void grouped_matmul(const Tensors& x, const Tensors& weights, const Tensors& biases, const std::vector<Tensors>& quantization, const Tensor& groups,
+                    const Grouping& how, const Outs& out) {
+    for (const auto& list : quantization)
+        if (!list.empty()) unsimulated("aclnnGroupedMatmul with quantization");
+    if (x.size() != 1 || out.size() != 1 || how.split < 2 || how.type != 0 || how.list_type > 1 || how.activation != 0)
+        unsimulated("aclnnGroupedMatmul of several inputs or outputs, with other groups than rows, or with an activation");
+    const auto ends = (how.list_type == 0 ? groups : groups.cumsum(0)).to(at::kLong);
+    for (int64_t i = 0, begin = 0; i < ends.size(0); ++i) {
+        const int64_t end = ends[i].item<int64_t>();
+        const auto weight = weights.size() == 1 ? weights[0][i] : weights.at(i);
+        auto rows = x[0].slice(0, begin, end).to(at::kFloat).matmul(weight.to(at::kFloat));
+        if (!biases.empty()) rows = rows + (biases.size() == 1 ? biases[0][i] : biases.at(i));
+        out[0].slice(0, begin, end).copy_(rows);
+        begin = end;
+    }
+}
+
 }  // namespace
 
 OP(aclnnScatterPaKvCache,
@@ -76,8 +98,8 @@ OP(aclnnApplyTopKTopP, (Float logits, Tensor p, Tensor k, Out out), out = top_k_
 OP(aclnnMoeGatingTopK,
    (Float x, Tensor bias, int64_t k, int64_t, int64_t groups, int64_t, int64_t renorm, int64_t norm, bool, double scale, double epsilon, Out y,
     Out experts, Out scores), {
-    if (groups > 1 || renorm != 0) unsimulated("aclnnMoeGatingTopK with groups of experts, or renormalized");
-    const Gate gate(x, bias, k, norm, scale, epsilon);
+    if (groups > 1) unsimulated("aclnnMoeGatingTopK with groups of experts");
+    const Gate gate(x, bias, k, norm, renorm != 0, scale, epsilon);
     y = gate.weights;
     experts = gate.experts;
     scores = gate.scores;
@@ -101,22 +123,16 @@ OP(aclnnMoeTokenUnpermute, (Tensor rows, Tensor places, Tensor weights, bool pad
     out = weights.defined() ? (parts * weights.unsqueeze(-1)).sum(1) : parts.sum(1);
 })
 
-// Each expert's rows with its weights: one tensor for all experts, or one for each.
+// torch_npu takes the fifth version, and asks whether the fourth exists.
+OP(aclnnGroupedMatmulV4,
+   (Tensors x, Tensors weights, Tensors biases, Tensors scales, Tensors offsets, Tensors antiquant_scales, Tensors antiquant_offsets,
+    Tensors token_scales, Tensor groups, Tensors activations, Tensors activation_scales, Tensors activation_offsets, int64_t split,
+    int64_t group_type, int64_t group_list_type, int64_t activation, Outs out, Outs, Outs),
+   grouped_matmul(x, weights, biases, {scales, offsets, antiquant_scales, antiquant_offsets, token_scales, activations, activation_scales,
+                  activation_offsets}, groups, {split, group_type, group_list_type, activation}, out))
 OP(aclnnGroupedMatmulV5,
    (Tensors x, Tensors weights, Tensors biases, Tensors scales, Tensors offsets, Tensors antiquant_scales, Tensors antiquant_offsets,
     Tensors token_scales, Tensor groups, Tensors activations, Tensors activation_scales, Tensors activation_offsets, int64_t split,
-    int64_t group_type, int64_t group_list_type, int64_t activation, Ints, Outs out, Outs, Outs), {
-    for (const auto& list : {scales, offsets, antiquant_scales, antiquant_offsets, token_scales, activations, activation_scales, activation_offsets})
-        if (!list.empty()) unsimulated("aclnnGroupedMatmulV5 with quantization");
-    if (x.size() != 1 || out.size() != 1 || split < 2 || group_type != 0 || group_list_type > 1 || activation != 0)
-        unsimulated("aclnnGroupedMatmulV5 of several inputs or outputs, with other groups than rows, or with an activation");
-    const auto ends = (group_list_type == 0 ? groups : groups.cumsum(0)).to(at::kLong);
-    for (int64_t i = 0, begin = 0; i < ends.size(0); ++i) {
-        const int64_t end = ends[i].item<int64_t>();
-        const auto weight = weights.size() == 1 ? weights[0][i] : weights.at(i);
-        auto rows = x[0].slice(0, begin, end).to(at::kFloat).matmul(weight.to(at::kFloat));
-        if (!biases.empty()) rows = rows + (biases.size() == 1 ? biases[0][i] : biases.at(i));
-        out[0].slice(0, begin, end).copy_(rows);
-        begin = end;
-    }
-})
+    int64_t group_type, int64_t group_list_type, int64_t activation, Ints, Outs out, Outs, Outs),
+   grouped_matmul(x, weights, biases, {scales, offsets, antiquant_scales, antiquant_offsets, token_scales, activations, activation_scales,
+                  activation_offsets}, groups, {split, group_type, group_list_type, activation}, out))
