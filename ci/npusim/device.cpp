@@ -424,11 +424,13 @@ aclError execute(const char* type, const aclTensorDesc* const described[], const
                  aclrtStream stream) {
     if (std::string(type) != "AsStrided") unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
     if (described[0]->item_size == 0) unsimulated("AsStrided of this type");
-    const size_t item_size = described[0]->item_size, dims = static_cast<size_t>(described[1]->elements);
-    enqueue(stream, [=, from = *inputs[0], shape = *inputs[1], strides = *inputs[2], offset = *inputs[3], to = *outputs[0]] {
-        const auto* first = static_cast<const char*>(from.data) + *static_cast<const int64_t*>(offset.data) * static_cast<int64_t>(item_size);
-        copy_strided(static_cast<char*>(to.data), first, static_cast<const int64_t*>(shape.data), static_cast<const int64_t*>(strides.data), dims,
-                     item_size);
+    const auto list = [&](int input) {  // in host memory that is freed after the call
+        const auto* first = static_cast<const int64_t*>(inputs[input]->data);
+        return std::vector<int64_t>(first, first + described[input]->elements);
+    };
+    enqueue(stream, [item_size = described[0]->item_size, from = static_cast<const char*>(inputs[0]->data), shape = list(1), strides = list(2),
+                     offset = list(3), to = static_cast<char*>(outputs[0]->data)] {
+        copy_strided(to, from + offset.at(0) * static_cast<int64_t>(item_size), shape.data(), strides.data(), shape.size(), item_size);
     }, "AsStrided");
     return ACL_SUCCESS;
 }
