@@ -14,10 +14,17 @@ def test_attention_over_a_paged_cache_equals_torchs() -> None:
     lengths, counts, table = [5, 3], [2, 1], torch.tensor([[4, 1], [2, 0]], dtype=torch.int32)
     query = torch.randn(sum(counts), heads, size, dtype=torch.bfloat16)
     keys, values = (torch.randn(sum(lengths), key_heads, size, dtype=torch.bfloat16) for _ in range(2))
-    slots = torch.tensor([int(table[i, j // block]) * block + j % block for i, n in enumerate(lengths) for j in range(n)])
+    slots = torch.tensor(
+        [int(table[i, j // block]) * block + j % block for i, n in enumerate(lengths) for j in range(n)]
+    )
     caches = [torch.zeros(blocks, block, key_heads, size, dtype=torch.bfloat16, device="npu") for _ in range(2)]
     torch_npu.npu_scatter_pa_kv_cache(
-        key=keys.npu(), value=values.npu(), key_cache=caches[0], value_cache=caches[1], slot_mapping=slots.int().npu(), cache_mode="Norm"
+        key=keys.npu(),
+        value=values.npu(),
+        key_cache=caches[0],
+        value_cache=caches[1],
+        slot_mapping=slots.int().npu(),
+        cache_mode="Norm",
     )
     out, _ = torch_npu.npu_fused_infer_attention_score(
         query=query.npu(),
@@ -38,7 +45,11 @@ def test_attention_over_a_paged_cache_equals_torchs() -> None:
     for q, k, v in zip(query.split(counts), keys.split(lengths), values.split(lengths), strict=True):
         mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         wide = [t.float().transpose(0, 1) for t in (q, k, v)]
-        wanted += [torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.25, enable_gqa=True).transpose(0, 1)]
+        wanted += [
+            torch.nn.functional.scaled_dot_product_attention(
+                *wide, attn_mask=mask, scale=0.25, enable_gqa=True
+            ).transpose(0, 1)
+        ]
     torch.testing.assert_close(out.cpu().float(), torch.cat(wanted), atol=2e-2, rtol=2e-2)
 
 
@@ -53,19 +64,32 @@ def test_attention_takes_no_float32() -> None:
 
 def test_top_k_and_top_p_keep_the_likely_tokens() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3]]))
-    kept = torch_npu.npu_top_k_top_p(logits.npu(), p=torch.tensor([0.65, 1.0]).npu(), k=torch.tensor([4, 2], dtype=torch.int32).npu())
+    kept = torch_npu.npu_top_k_top_p(
+        logits.npu(), p=torch.tensor([0.65, 1.0]).npu(), k=torch.tensor([4, 2], dtype=torch.int32).npu()
+    )
     assert torch.isfinite(kept.cpu()).tolist() == [[False, True, False, True], [False, True, False, True]]
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
     """The weighted sum of a token's experts, each a matrix."""
     torch.manual_seed(0)
-    tokens, experts, weights = torch.randn(5, 4), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]]), torch.rand(5, 2)
+    tokens, experts, weights = (
+        torch.randn(5, 4),
+        torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]]),
+        torch.rand(5, 2),
+    )
     matrices = torch.randn(3, 4, 6)
     rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
-        tokens.npu(), experts.int().npu(), active_num=10, expert_num=3, expert_tokens_num_type=1, expert_tokens_num_flag=True,
-        active_expert_range=[0, 3], quant_mode=-1, row_idx_type=0,
-    )  # fmt: skip
+        tokens.npu(),
+        experts.int().npu(),
+        active_num=10,
+        expert_num=3,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, 3],
+        quant_mode=-1,
+        row_idx_type=0,
+    )
     (products,) = torch_npu.npu_grouped_matmul(
         x=[rows], weight=[matrices.npu()], split_item=2, group_list_type=1, group_type=0, group_list=counts
     )

@@ -17,6 +17,7 @@ OF_CUDA = re.compile(r"(lib(?:cu(?!da\.)|nccl|nvshmem)[\w]*\.so\.\d+)")
 
 
 def main(torch: Path) -> None:
+    """Write the libraries beside torch's own."""
     own = sorted(path for path in torch.joinpath("lib").glob("*.so") if path.resolve().parent.name == "lib")
     wanted = sorted({soname for path in own for soname in OF_CUDA.findall(output("readelf", "-d", path))})
     functions: dict[str, set[str]] = defaultdict(set)  # by version; CUDA's versions are the libraries' names
@@ -30,6 +31,7 @@ def main(torch: Path) -> None:
 
 
 def build(library: Path, functions: dict[str, set[str]]) -> None:
+    """Write ``library`` with ``functions``, the names of each version."""
     names = sorted(set().union(*functions.values()))
     code = "".join(map(function, names)) or "int nothing;\n"
     versions = "".join(f"{version} {{ global: *; }};\n" for version in functions if version)
@@ -42,12 +44,14 @@ def build(library: Path, functions: dict[str, set[str]]) -> None:
 
 
 def function(name: str) -> str:
+    """Return the function in C. torch prints what the functions for errors return."""
     if re.search("Error(String|Name)$|LastError$", name) and not name.startswith(("cudaGetLast", "cudaPeek")):
         return f'const char *{name}(void) {{ return "there is no CUDA here, only the names of its functions"; }}\n'
     return f"int {name}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 def output(*command: str | Path) -> str:
+    """Return what the command writes."""
     return subprocess.run(command, text=True, capture_output=True, check=True).stdout
 
 

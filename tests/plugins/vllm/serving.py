@@ -21,7 +21,6 @@ from hwrl.saved_names import saved_weights
 from hwrl_vllm.engine import VllmEngine
 
 
-
 def _serves(**given: Any) -> bool:
     """Return whether the device has an engine with this setting. vLLM itself takes all of them."""
     dtype, options = given.pop("dtype", torch.bfloat16), {"enforce_eager": True, **given}
@@ -37,13 +36,14 @@ END = 1
 ON_HOST = get_backend().info.device_type == "cpu"
 BLOCK = 32 if _serves(block_size=32) else 128
 LONGEST = 4 * BLOCK
-DTYPE = torch.float32 if _serves(dtype=torch.float32) else torch.bfloat16
+IS_WIDE = _serves(dtype=torch.float32)
+DTYPE = torch.float32 if IS_WIDE else torch.bfloat16
 ON_DEVICE_OPTIONS: dict[str, Any] = {"gpu_memory_utilization": 0.1}
 """Other tests may use the device, too."""
-if DTYPE == torch.float32:
+if IS_WIDE:
     ON_DEVICE_OPTIONS["attention_config"] = {"backend": "TRITON_ATTN"}  # it knows float32
 # On a device attention multiplies float32 with fewer bits, and adapters are bfloat16.
-CLOSE = 0.5 if DTYPE == torch.bfloat16 else 1e-4 if ON_HOST else 5e-2
+CLOSE = 0.5 if not IS_WIDE else 1e-4 if ON_HOST else 5e-2
 LORA_DTYPE, LORA_CLOSE = (torch.float32, CLOSE) if ON_HOST else (torch.bfloat16, 0.5)
 Weights = dict[str, torch.Tensor]
 _request_ids = itertools.count()

@@ -66,7 +66,12 @@ def slot_mapping(
 
 
 def _npu_rotary_embedding(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cache: torch.Tensor, neox: bool
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cache: torch.Tensor,
+    neox: bool,  # noqa: FBT001 - the operator's signature
 ) -> None:
     """Rotate each head of ``query`` and ``key`` in place. The rows of ``cache`` have cosines, then sines."""
     cos, sin = cache.index_select(0, positions.flatten()).float()[:, None].chunk(2, -1)
