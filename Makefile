@@ -33,6 +33,7 @@ help:
 	@echo "make chaos MINUTES=30  a fault every 20 s in a run on two hosts, beside an undisturbed run; needs root and iproute2 (SEED=1)"
 	@echo "make odd-machines  the demo's first steps on 15 odd machines (no IPv6, 64 MB of /dev/shm, a load of 20, ...), in one table"
 	@echo "make soak    VERSIONS=2000 weight versions over three receivers, which are killed in turns: nothing may leak"
+	@echo "make test-stack-ascend  the engine on the real vLLM and vllm-ascend over a simulated CANN; 1 GB of wheels, needs g++"
 	@echo "make test-stack-openreg OPENREG=DIR  the tests on PyTorch's reference device, which you have built in DIR"
 	@echo "make test-stack-vulkan  the tests on a device from PyPI, over Mesa's driver for the processor (apt install mesa-vulkan-drivers libvulkan1)"
 	@echo "make matrix  one table of features and backends, from the conformance kit on each backend that runs here (LEVEL=rollout)"
@@ -72,7 +73,7 @@ test-all: export EXTENDED := yes
 test-all: test
 
 # `make -k test-stacks` goes on after a stack with a failure. A stack's tests are in tests/plugins, or in the part's own folder.
-test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(filter-out ci/stacks/release.txt,$(wildcard ci/stacks/*.txt)))
+test-stacks: test-stack-ascend $(patsubst ci/stacks/%.txt,test-stack-%,$(filter-out ci/stacks/release.txt,$(wildcard ci/stacks/*.txt)))
 
 test-stack-%: $(INSTALLED)
 	ci/stack $* python -m pytest $(or $(wildcard tests/plugins/$*),tests/$*)
@@ -90,6 +91,9 @@ test-stack-torch: $(INSTALLED)
 test-stack-openreg: $(INSTALLED)
 	@test -d "$(OPENREG)/torch_openreg" || { echo "make test-stack-openreg OPENREG=DIR: there is no DIR/torch_openreg; build it first (docs/requirements.md)" >&2; exit 2; }
 	PYTHONPATH="$(abspath $(OPENREG))" .venv/bin/python -m pytest -m '' tests/backends/test_openreg.py
+
+test-stack-ascend: $(INSTALLED)
+	ci/ascend
 
 test-vllm: test-stack-vllm
 

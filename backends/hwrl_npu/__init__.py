@@ -38,6 +38,7 @@ INFO = BackendInfo(
     name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
 )
 _DEVICE_FILES = "dev/davinci[0-9]*"
+_GPU_FILES = "dev/nvidia[0-9]*"
 _PCI_VENDOR, _PCI_ACCELERATOR = 0x19E5, 0x12  # Huawei; its screen controllers have another class
 _ZIP_ENGINES = (0xA250, 0xA251)  # compression in Kunpeng processors, in the same class
 _READ_AS_DEFAULT_S = 1800  # torch_npu reads this timeout as "not given", and waits for an hour instead
@@ -81,8 +82,10 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
     missing = [name for name in ("torch", "torch_npu") if not context.has_module(name)]
     if missing:
         return ProbeResult("no", f"{' and '.join(missing)} not installed", files)
-    if re.search(r"^cuda\b[^=\n]*=\s*'", context.module_text("torch", "version.py") or "", re.MULTILINE):
-        return ProbeResult("no", "torch is built for CUDA, and torch_npu refuses that; install the CPU build", files)
+    gpus = context.device_files(_GPU_FILES)
+    if gpus and re.search(r"^cuda\b[^=\n]*=\s*'", context.module_text("torch", "version.py") or "", re.MULTILINE):
+        reason = f"torch is built for CUDA and has a GPU ({gpus[0]}); torch_npu refuses that: install the CPU build"
+        return ProbeResult("no", reason, files)
     return ProbeResult("yes", f"{len(files)} NPU device files, and torch_npu is installed", files, rank=100)
 
 

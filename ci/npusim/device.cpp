@@ -10,13 +10,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <vector>
 
 // Opaque to torch_npu, which only builds and destroys them.
 struct aclopAttr {};
-struct aclTensorDesc {};
-struct aclDataBuffer {};
+struct aclTensorDesc {
+    size_t item_size;  // 0 is a type that no operator here takes
+    int64_t elements;
+};
+struct aclDataBuffer {
+    void* data;
+};
 
 namespace npusim {
 namespace {
@@ -351,6 +357,10 @@ NPUSIM_EXPORT void aclAppLog(aclLogLevel level, const char* function, const char
     if (level >= ACL_ERROR) trace("torch_npu logs an error in %s (%s:%u)", function, file, line);
 }
 
+// CANN's own log: no level is on.
+NPUSIM_EXPORT int32_t CheckLogLevel(int32_t, int32_t) { return 0; }
+NPUSIM_EXPORT void DlogRecord(int32_t, int32_t, const char*, ...) {}
+
 // The profiler's hooks, called whether or not a profiler runs.
 NPUSIM_EXPORT int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
 NPUSIM_EXPORT int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
@@ -360,12 +370,27 @@ NPUSIM_EXPORT uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 NPUSIM_EXPORT uint64_t MsprofSysCycleTime() { return 0; }
 
 // Operators compiled at run time, torch_npu's way where it finds no aclnn operator: their description may be built,
-// so that the call that would run it can name the operator.
+// so that the call that would run it can name the operator. One is simulated: with AsStrided torch_npu copies a slice from
+// one device to another.
 NPUSIM_EXPORT aclopAttr* aclopCreateAttr() { return new aclopAttr; }
 NPUSIM_EXPORT void aclopDestroyAttr(const aclopAttr* attributes) { delete attributes; }
-NPUSIM_EXPORT aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) { return new aclTensorDesc; }
+namespace {
+size_t item_size(aclDataType type) {
+    switch (type) {
+        case ACL_DOUBLE: case ACL_INT64: case ACL_UINT64: case ACL_COMPLEX64: return 8;
+        case ACL_FLOAT: case ACL_INT32: case ACL_UINT32: return 4;
+        case ACL_FLOAT16: case ACL_BF16: case ACL_INT16: case ACL_UINT16: return 2;
+        case ACL_INT8: case ACL_UINT8: case ACL_BOOL: return 1;
+        default: return 0;
+    }
+}
+}  // namespace
+
+NPUSIM_EXPORT aclTensorDesc* aclCreateTensorDesc(aclDataType type, int dims, const int64_t* shape, aclFormat) {
+    return new aclTensorDesc{item_size(type), std::accumulate(shape, shape + dims, int64_t{1}, std::multiplies<>())};
+}
 NPUSIM_EXPORT void aclDestroyTensorDesc(const aclTensorDesc* description) { delete description; }
-NPUSIM_EXPORT aclDataBuffer* aclCreateDataBuffer(void*, size_t) { return new aclDataBuffer; }
+NPUSIM_EXPORT aclDataBuffer* aclCreateDataBuffer(void* data, size_t) { return new aclDataBuffer{data}; }
 NPUSIM_EXPORT aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
     delete buffer;
     return ACL_SUCCESS;
@@ -384,14 +409,42 @@ NPUSIM_IGNORED(aclopSetAttrListInt, aclopAttr*, const char*, int, const int64_t*
 NPUSIM_IGNORED(aclopSetAttrListListInt, aclopAttr*, const char*, int, const int*, const int64_t* const[])
 NPUSIM_IGNORED(aclopSetAttrString, aclopAttr*, const char*, const char*)
 
-NPUSIM_EXPORT aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                              const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                              aclopCompileType, const char*, aclrtStream) {
-    unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
+
+namespace {
+/// Copies the elements of `from` at `offset` and these strides, row after row, to `to`; returns what is behind the last.
+char* copy_strided(char* to, const char* from, const int64_t* shape, const int64_t* strides, size_t dims, size_t item_size) {
+    if (dims == 0) return static_cast<char*>(std::memcpy(to, from, item_size)) + item_size;
+    for (int64_t i = 0; i < shape[0]; ++i)
+        to = copy_strided(to, from + i * strides[0] * static_cast<int64_t>(item_size), shape + 1, strides + 1, dims - 1, item_size);
+    return to;
 }
-NPUSIM_EXPORT aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                                aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*, aclrtStream) {
-    unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
+
+/// Inputs: the tensor, and as int64 its new shape, strides and offset.
+aclError execute(const char* type, const aclTensorDesc* const described[], const aclDataBuffer* const inputs[], const aclDataBuffer* const outputs[],
+                 aclrtStream stream) {
+    if (std::string(type) != "AsStrided") unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
+    if (described[0]->item_size == 0) unsimulated("AsStrided of this type");
+    const auto list = [&](int input) {  // in host memory that is freed after the call
+        const auto* first = static_cast<const int64_t*>(inputs[input]->data);
+        return std::vector<int64_t>(first, first + described[input]->elements);
+    };
+    enqueue(stream, [item_size = described[0]->item_size, from = static_cast<const char*>(inputs[0]->data), shape = list(1), strides = list(2),
+                     offset = list(3), to = static_cast<char*>(outputs[0]->data)] {
+        copy_strided(to, from + offset.at(0) * static_cast<int64_t>(item_size), shape.data(), strides.data(), shape.size(), item_size);
+    }, "AsStrided");
+    return ACL_SUCCESS;
+}
+}  // namespace
+
+NPUSIM_EXPORT aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const described[], const aclDataBuffer* const inputs[],
+                                              int, const aclTensorDesc* const[], aclDataBuffer* const outputs[], const aclopAttr*, aclopEngineType,
+                                              aclopCompileType, const char*, aclrtStream stream) {
+    return execute(type, described, inputs, outputs, stream);
+}
+NPUSIM_EXPORT aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc* described[], aclDataBuffer* inputs[], int, aclTensorDesc*[],
+                                                aclDataBuffer* outputs[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                                aclrtStream stream) {
+    return execute(type, described, inputs, outputs, stream);
 }
 
 // --- what is not simulated -------------------------------------------------------------------------------------------
@@ -415,3 +468,6 @@ NPUSIM_UNSIMULATED(rtGetC2cCtrlAddr)
 NPUSIM_UNSIMULATED(rtKernelLaunch)
 // Callbacks that a thread of the application polls for (aclrtLaunchHostFunc's, which run by themselves, are simulated).
 NPUSIM_UNSIMULATED(aclrtProcessReport)
+// A context of its own; copies of blocks of an attention cache to the host.
+NPUSIM_UNSIMULATED(aclrtCreateContext)
+NPUSIM_UNSIMULATED(aclrtMemcpyBatchAsync)

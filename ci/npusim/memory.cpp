@@ -281,6 +281,11 @@ NPUSIM_EXPORT aclError aclrtReleaseMemAddress(void* address) {
     return ACL_SUCCESS;
 }
 
+NPUSIM_EXPORT aclError aclrtMemGetAllocationGranularity(aclrtPhysicalMemProp*, aclrtMemGranularityOptions, size_t* granularity) {
+    *granularity = kGranule;
+    return ACL_SUCCESS;
+}
+
 NPUSIM_EXPORT aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* property, uint64_t) {
     if (property->location.type != ACL_MEM_LOCATION_TYPE_DEVICE) unsimulated("aclrtMallocPhysical of host memory");
     Range range;

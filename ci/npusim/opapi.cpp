@@ -59,12 +59,20 @@ void Outs::operator=(const Tensors& values) const {
     for (size_t i = 0; i < size(); ++i) (*this)[i] = values[i];
 }
 
-Float Argument<Float>::take(const aclTensor* handle, const Place& place) {
+namespace {
+Tensor take_one_of(const aclTensor* handle, const Place& place, std::initializer_list<DType> accepted, const char* names) {
     const Tensor tensor = Argument<Tensor>::take(handle, place);
-    const bool accepted = !tensor.defined() || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kHalf ||
-                          tensor.scalar_type() == at::kBFloat16;
-    if (!accepted) throw Refused(place.describe() + " is float32, float16 or bfloat16, and not " + at::toString(tensor.scalar_type()));
-    return Float{tensor};
+    if (!tensor.defined() || std::count(accepted.begin(), accepted.end(), tensor.scalar_type()) > 0) return tensor;
+    throw Refused(place.describe() + " is " + names + ", and not " + at::toString(tensor.scalar_type()));
+}
+}  // namespace
+
+Float Argument<Float>::take(const aclTensor* handle, const Place& place) {
+    return Float{take_one_of(handle, place, {at::kFloat, at::kHalf, at::kBFloat16}, "float32, float16 or bfloat16")};
+}
+
+Half Argument<Half>::take(const aclTensor* handle, const Place& place) {
+    return Half{take_one_of(handle, place, {at::kHalf, at::kBFloat16}, "float16 or bfloat16")};
 }
 
 aclError refuse(const Signature& signature, const std::exception& reason) {

@@ -81,6 +81,9 @@ using Text = std::string;
 /// An input that the hardware takes in float32, float16 and bfloat16 only. CPU kernels take more.
 struct Float : Tensor {};
 
+/// An input that the hardware takes in float16 and bfloat16 only.
+struct Half : Tensor {};
+
 /// A tensor to write. Assigning copies into its memory, converts the dtype, and fails for another shape; nothing
 /// happens where null was given.
 struct Out : Tensor {
@@ -161,6 +164,12 @@ template <>
 struct Argument<Float> {
     using C = const aclTensor*;
     static Float take(const aclTensor* handle, const Place& place);
+};
+
+template <>
+struct Argument<Half> {
+    using C = const aclTensor*;
+    static Half take(const aclTensor* handle, const Place& place);
 };
 
 template <>

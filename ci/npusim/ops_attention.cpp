@@ -147,6 +147,29 @@ void flash_backward(const Tensor& query, const Tensor& key, const Tensor& value,
     dv = layout.join(at::cat(of_v, 2));
 }
 
+/// Attention of an inference engine: sequences one after the other (TND), each over its keys in a paged cache (a block
+/// table, and each sequence's length) or beside it (their ends).
+void infer(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, const Ints& query_ends, const Ints& lengths,
+           const Tensor& blocks, int64_t heads, const Options& o, const Out& out) {
+    if (o.layout != "TND") unsimulated(("aclnnFusedInferAttentionScore with the layout " + o.layout).c_str());
+    const auto rows = [&](const Tensor& cache, int64_t i) -> Tensor {  // [N, S, D]
+        const int64_t begin = i == 0 || blocks.defined() ? 0 : lengths[i - 1];
+        if (!blocks.defined()) return cache.slice(0, begin, lengths[i]).transpose(0, 1);
+        const int64_t slots = cache.size(1), used = (lengths[i] + slots - 1) / slots;
+        const auto pages = cache.index_select(0, blocks[i].narrow(0, 0, used).to(at::kLong)).flatten(0, 1).narrow(0, 0, lengths[i]);
+        return pages.reshape({lengths[i], heads, -1}).transpose(0, 1);
+    };
+    for (size_t i = 0; i < query_ends.size(); ++i) {
+        const int64_t begin = i == 0 ? 0 : query_ends[i - 1];
+        if (query_ends[i] == begin) continue;
+        const auto q = query.slice(0, begin, query_ends[i]).transpose(0, 1);
+        const auto k = rows(key, static_cast<int64_t>(i)), v = rows(value, static_cast<int64_t>(i));
+        const auto batch = [](const Tensor& t) { return t.unsqueeze(0).to(at::kFloat); };
+        const Attention attention{batch(q), batch(k), batch(v), {}, mask_of(o.mode, mask, q.size(1), k.size(1), o.before, o.after), {}, o.scale, true};
+        out.slice(0, begin, query_ends[i]).copy_(std::get<0>(attention.forward()).squeeze(0).transpose(0, 1));
+    }
+}
+
 Tensor rotated(const Tensor& x, int64_t mode) {
     if (mode == 0) {
         const auto halves = x.chunk(2, -1);
@@ -197,11 +220,33 @@ OP(aclnnFlashAttentionUnpaddingScoreGrad,
    flash_backward(query, key, value, grad, pse, drop, mask, query_ends, key_ends,
                   {scale, keep_prob, before, after, heads, layout, precision, mode}, dq, dk, dv, dpse))
 
+// It has no float32 on the hardware.
+OP(aclnnFusedInferAttentionScoreV3,
+   (Half query, Tensors key, Tensors value, Tensor pse, Tensor mask, Ints query_ends, Ints lengths, Tensor dequant1, Tensor quant1, Tensor dequant2,
+    Tensor quant2, Tensor offset2, Tensor antiquant, Tensor antiquant_offset, Tensor blocks, Tensor query_padding, Tensor padding,
+    Tensor key_antiquant, Tensor key_offset, Tensor value_antiquant, Tensor value_offset, Tensor key_prefix, Tensor value_prefix, Ints prefix,
+    Tensor query_rope, Tensor key_rope, Tensor rope_antiquant, int64_t heads, double scale, int64_t before, int64_t after, Text layout,
+    int64_t key_heads, int64_t mode, int64_t precision, int64_t, int64_t, bool wants_sums, int64_t, int64_t, Out out, Out), {
+    for (const auto& extra : {pse, dequant1, quant1, dequant2, quant2, offset2, antiquant, antiquant_offset, query_padding, padding, key_antiquant,
+                              key_offset, value_antiquant, value_offset, key_prefix, value_prefix, query_rope, key_rope, rope_antiquant})
+        if (extra.defined()) unsimulated("aclnnFusedInferAttentionScore with quantization, padding, shared prefixes, a bias or rotation");
+    if (!prefix.empty() || wants_sums || key.size() != 1) unsimulated("aclnnFusedInferAttentionScore with sums or several caches");
+    infer(query, key.at(0), value.at(0), mask, query_ends, lengths, blocks, key_heads == 0 ? heads : key_heads,
+          {scale, 1.0, before, after, heads, layout, precision, mode}, out);
+})
+
 OP(aclnnRmsNorm, (Float x, Float gamma, double epsilon, Out y, Out rstd), std::tie(y, rstd) = rms_norm(x, gamma, epsilon))
 OP(aclnnRmsNormGrad, (Float grad, Float x, Tensor rstd, Float gamma, Out dx, Out dgamma), rms_norm_backward(grad, x, rstd, gamma, dx, dgamma))
 OP(aclnnAddRmsNorm, (Float a, Float b, Float gamma, double epsilon, Out y, Out rstd, Out sum), {
     sum = a + b;
     std::tie(y, rstd) = rms_norm(sum, gamma, epsilon);
+})
+
+OP(aclnnAddRmsNormBias, (Float a, Float b, Float gamma, Tensor bias, double epsilon, Out y, Out rstd, Out sum), {
+    sum = a + b;
+    auto [normal, scale] = rms_norm(sum, gamma, epsilon);
+    y = bias.defined() ? normal + bias : normal;
+    rstd = scale;
 })
 
 OP(aclnnRotaryPositionEmbedding, (Float x, Float cos, Float sin, int64_t mode, Out out), out = x * cos + rotated(x, mode) * sin)

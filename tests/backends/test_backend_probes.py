@@ -58,17 +58,23 @@ def test_a_machine_with_npus(machine: Machine) -> None:
     assert (result.answer, result.evidence) == ("yes", ("/dev/davinci0",))
 
 
+def test_npus_with_a_torch_for_gpus_that_are_not_there(machine: Machine) -> None:
+    """PyPI's torch 2.10 for x86-64, with which vllm-ascend is installed."""
+    machine.with_devices("davinci0").with_module("torch", CUDA_TORCH).with_module("torch_npu")
+    assert hwrl_npu.hwrl_probe(machine.context()).answer == "yes"
+
+
 @pytest.mark.parametrize(
     ("torch_text", "modules", "said"),
     [
         (HOST_TORCH, (), "torch_npu not installed"),
-        (CUDA_TORCH, ("torch_npu",), "torch is built for CUDA, and torch_npu refuses that"),
+        (CUDA_TORCH, ("torch_npu",), "torch is built for CUDA and has a GPU (/dev/nvidia0); torch_npu refuses that"),
     ],
 )
 def test_npus_that_cannot_be_used_are_evidence_with_a_reason(
     machine: Machine, torch_text: str, modules: tuple[str, ...], said: str
 ) -> None:
-    machine.with_devices("davinci0").with_module("torch", torch_text)
+    machine.with_devices("davinci0", "nvidia0").with_module("torch", torch_text)
     for name in modules:
         machine.with_module(name)
     result = hwrl_npu.hwrl_probe(machine.context())

@@ -13,18 +13,37 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hwrl.discovery import get_backend
+from hwrl.discovery import engine_args, get_backend
+from hwrl.errors import ConfigError
 from hwrl.interfaces import GenerationRequest, LoraSettings, Response, RolloutEngine, RolloutSettings, Sampling
 from hwrl.lora import add_adapter
 from hwrl.saved_names import saved_weights
 from hwrl_vllm.engine import VllmEngine
 
-END, BLOCK, LONGEST = 1, 32, 128
+
+def _serves(**given: Any) -> bool:
+    """Return whether the device has an engine with this setting. vLLM itself takes all of them."""
+    dtype, options = given.pop("dtype", torch.bfloat16), {"enforce_eager": True, **given}
+    settings = RolloutSettings(model_directory=Path(), dtype=dtype, eos_ids=[], max_running=1, max_length=1)
+    try:
+        engine_args("vllm", options, settings=settings)
+    except ConfigError:
+        return False
+    return True
+
+
+END = 1
 ON_HOST = get_backend().info.device_type == "cpu"
-ON_DEVICE_OPTIONS: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.1}
-"""That attention knows float32; and other tests may use the device, too."""
+BLOCK = 32 if _serves(block_size=32) else 128
+LONGEST = 4 * BLOCK
+IS_WIDE = _serves(dtype=torch.float32)
+DTYPE = torch.float32 if IS_WIDE else torch.bfloat16
+ON_DEVICE_OPTIONS: dict[str, Any] = {"gpu_memory_utilization": 0.1}
+"""Other tests may use the device, too."""
+if IS_WIDE:
+    ON_DEVICE_OPTIONS["attention_config"] = {"backend": "TRITON_ATTN"}  # it knows float32
 # On a device attention multiplies float32 with fewer bits, and adapters are bfloat16.
-CLOSE = 1e-4 if ON_HOST else 5e-2
+CLOSE = 0.5 if not IS_WIDE else 1e-4 if ON_HOST else 5e-2
 LORA_DTYPE, LORA_CLOSE = (torch.float32, CLOSE) if ON_HOST else (torch.bfloat16, 0.5)
 Weights = dict[str, torch.Tensor]
 _request_ids = itertools.count()
@@ -34,7 +53,7 @@ class Policy:
     """transformers' model, whose random weights the engine is to serve; with an adapter if there is ``lora``."""
 
     def __init__(self, directory: Path, *, lora: LoraSettings | None = None) -> None:
-        dtype, self._close = (torch.float32, CLOSE) if lora is None else (LORA_DTYPE, LORA_CLOSE)
+        dtype, self._close = (DTYPE, CLOSE) if lora is None else (LORA_DTYPE, LORA_CLOSE)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         if lora is not None:
             self.model = add_adapter(self.model, lora)
@@ -106,7 +125,7 @@ def engine_of(
 ) -> VllmEngine:
     settings = RolloutSettings(
         model_directory=model_directory,
-        dtype=torch.float32 if lora is None else LORA_DTYPE,
+        dtype=DTYPE if lora is None else LORA_DTYPE,
         eos_ids=[END],
         max_running=16,
         max_length=max_length,

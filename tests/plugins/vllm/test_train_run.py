@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.vllm.serving import DTYPE
 from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
 ]
 WORKER, CORE = "VLLM::Worker", "VLLM::EngineCore"
-VLLM = ("rollout.engine=vllm", "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}")
+VLLM = (
+    "rollout.engine=vllm",
+    "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}",
+    f"model.dtype={str(DTYPE).removeprefix('torch.')}",
+)
 
 
 def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run]) -> None:
