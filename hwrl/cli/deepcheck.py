@@ -5,19 +5,15 @@ Each is a process of its own, with a time limit: a driver may hang in any of the
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hwrl.children import run_python
 from hwrl.errors import ConfigError
 from hwrl.testing.limits import scaled
 
@@ -63,30 +59,14 @@ def _run(name: str, checks: str, folder: Path, *, limit_s: float) -> tuple[str, 
     """Run ``checks`` in a child process, and return their outcome and the reasons."""
     report, output = folder / "report.json", folder / "output"
     kit = ["conformance", name, "--kind", "backend", "-k", checks, "--json", str(report)]
-    # The child imports the same hwrl and plugins as this process, and none from its working directory.
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with output.open("wb") as file:
-        command = [sys.executable, "-P", "-m", "hwrl", *kit]
-        child = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            status = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return "slow", f"it did not end within {limit_s:g} s, and was killed: it is too slow or stuck"
-        finally:
-            _end(child)
+        status = run_python(["-m", "hwrl", *kit], limit_s=limit_s, stdout=file, stderr=file)
+    if status is None:
+        return "slow", f"it did not end within {limit_s:g} s, and was killed: it is too slow or stuck"
     if report.is_file():
         return summed_up(json.loads(report.read_text())["checks"])
     last = output.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
     return "failed", f"it ended with status {status}: {' | '.join(last)}"
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and its own children, those of a child that has ended, too."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def summed_up(checks: list[dict[str, Any]]) -> tuple[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from importlib.metadata import EntryPoint
 from itertools import chain, islice
 from pathlib import Path
+
+from hwrl.children import run_python
 
 REHEARSED = "HWRL_REHEARSED_PLUGINS"
 """The environment variable with the plugins that passed. Child processes do not try these again."""
@@ -33,24 +32,11 @@ def why_unsafe(entry: EntryPoint, hook: str) -> str:
         progress, errors = Path(folder, "progress"), Path(folder, "stderr")
         code = "import sys; from hwrl.discovery import rehearsal; rehearsal.rehearse(*sys.argv[1:])"
         place = [entry.group, entry.name, entry.value, hook, str(progress)]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with errors.open("wb") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, *place],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-            )
-        try:
-            ended = f"ended its process with status {child.wait(LIMIT_S)} before it answered"
-        except subprocess.TimeoutExpired:
+            status = run_python(["-c", code, *place], limit_s=LIMIT_S, stderr=stderr)
+        ended = f"ended its process with status {status} before it answered"
+        if status is None:
             ended = f"did not answer within {LIMIT_S:g} s: it is too slow or stuck"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it, and what it started
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
         stages = progress.read_text().splitlines() if progress.is_file() else ["start"]
         last = errors.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
     if stages[-1] == _DONE:
