@@ -6,19 +6,16 @@ The child writes its report to a file, because a vendor's library may print to s
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.children import run_python
 from hwrl.discovery import BACKEND_VARIABLE
 from hwrl.testing.limits import scaled
 
 if TYPE_CHECKING:
-    import torch
-
     from hwrl.interfaces import Backend
 
 _LAST_LINES = 5
@@ -32,22 +29,18 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
     """
     timeout_s = scaled(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        # The child imports the same hwrl and plugins as this process, and none from its working directory.
-        env = os.environ | {BACKEND_VARIABLE: name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", "hwrl.cli.livecheck", str(report)]
-        try:
-            child = subprocess.run(
-                command, env=env, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True, check=False
-            )
-        except subprocess.TimeoutExpired:
+        report, errors = Path(folder) / "report.json", Path(folder) / "stderr"
+        words = ["-m", "hwrl.cli.livecheck", str(report)]
+        with errors.open("wb") as stderr:
+            status = run_python(words, limit_s=timeout_s, stderr=stderr, env={BACKEND_VARIABLE: name})
+        if status is None:
             why = f"the check did not end within {timeout_s:g} s, and was killed: it is too slow or stuck"
             return {"ok": False, "slow": True, "why": why}
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text())
             return found
-        last = child.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        return {"ok": False, "why": f"the check ended with status {child.returncode}: {' | '.join(last)}"}
+        last = errors.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        return {"ok": False, "why": f"the check ended with status {status}: {' | '.join(last)}"}
 
 
 def _report() -> dict[str, Any]:
@@ -77,6 +70,7 @@ def _why_unusable(backend: Backend) -> str:
     """Check memory, copies and a small model's numbers; return the first fault, "" if there is none."""
     import torch
 
+    from hwrl.memory.pagelock import host_empty
     from hwrl.testing.glance import wrong_at_a_glance
 
     absent = backend.why_no_device()
@@ -86,7 +80,7 @@ def _why_unusable(backend: Backend) -> str:
     mark.record()
     mark.synchronize()
     ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
-    host = _host_empty(backend, ones.nbytes).view(torch.float32)
+    host = host_empty(backend, ones.nbytes).view(torch.float32)
     host.copy_(ones + ones)
     backend.current_stream().synchronize()
     backend.synchronize()
@@ -101,17 +95,6 @@ def _why_unusable(backend: Backend) -> str:
     except RuntimeError as exc:
         return f"a small model fails on the device: {type(exc).__name__}: {str(exc).splitlines()[0]}"
     return f"a small model computes wrong numbers: {'; '.join(wrong[:_SHOWN])}" if wrong else ""
-
-
-def _host_empty(backend: Backend, nbytes: int) -> torch.Tensor:
-    """Return host memory for copies, page-locked unless the backend says that it cannot lock memory."""
-    import torch
-
-    from hwrl.interfaces import Capability
-
-    if backend.supports(Capability.PINNED_MEMORY).usable:
-        return backend.pinned_empty(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 if __name__ == "__main__":

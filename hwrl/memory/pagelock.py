@@ -1,4 +1,4 @@
-"""Page-lock mapped host memory in place: :class:`PageLocked`."""
+"""Host memory for copies: :func:`host_empty`, and :class:`PageLocked`, which locks mapped memory in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import weakref
 
 import torch
 
-from hwrl.interfaces import Backend
+from hwrl.interfaces import Backend, Capability
+
+
+def host_empty(backend: Backend, nbytes: int) -> torch.Tensor:
+    """Return new host memory (1-d uint8): page-locked, or usual memory if the backend says that it cannot lock any."""
+    if backend.supports(Capability.PINNED_MEMORY).usable:
+        return backend.pinned_empty(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class PageLocked:

@@ -9,8 +9,8 @@ import torch
 
 from hwrl.discovery import backend_or_default
 from hwrl.errors import UnsupportedError
-from hwrl.interfaces import Backend, Capability
-from hwrl.memory.pagelock import PageLocked
+from hwrl.interfaces import Backend
+from hwrl.memory.pagelock import PageLocked, host_empty
 
 
 class PinnedPool:
@@ -65,9 +65,7 @@ class PinnedPool:
             with contextlib.suppress(UnsupportedError):
                 lock = self._locks[name] = PageLocked(mmap.mmap(-1, nbytes), backend=self._backend)
                 return lock.memory
-        if self._backend.supports(Capability.PINNED_MEMORY).usable:
-            return self._backend.pinned_empty(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return host_empty(self._backend, nbytes)
 
     def _free(self, name: str) -> None:
         self._slabs.pop(name, None)

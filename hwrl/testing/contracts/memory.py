@@ -12,6 +12,7 @@ from torch import nn
 from hwrl.errors import MemoryStateError
 from hwrl.interfaces import Backend, Capability
 from hwrl.memory import Offloader
+from hwrl.memory.pagelock import host_empty
 from hwrl.testing.contracts.need import need
 from hwrl.testing.levels import Level
 
@@ -137,8 +138,7 @@ class DeviceMemoryContract:
         assert backend.memory_info().allocated_nbytes - before <= _SLACK_NBYTES
 
     def _allocate_and_free(self, backend: Backend) -> None:
-        usable = backend.supports(Capability.PINNED_MEMORY).usable
-        host = backend.pinned_empty(4 * MIB) if usable else torch.empty(4 * MIB, dtype=torch.uint8)
+        host = host_empty(backend, 4 * MIB)
         host.copy_(torch.ones(4 * MIB, dtype=torch.uint8, device=backend.device()))
 
 
