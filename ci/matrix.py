@@ -61,11 +61,10 @@ def run_kit(name: str, level: str) -> Report:
             Registry(env=dict(env)).choose()
         except HwrlError as error:
             return error.why
-    command = "import sys; from hwrl.cli import main; sys.exit(main())"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         words = ["conformance", name, "--level", level, "--json", str(report)]
-        ended = subprocess.run([python, "-c", command, *words], env=env, text=True, capture_output=True, check=False)
+        ended = subprocess.run([python, "-m", "hwrl", *words], env=env, text=True, capture_output=True, check=False)
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
             return found | {"simulated": simulated}
