@@ -298,7 +298,8 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
 ) -> None:
     """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt.
 
-    A trainer and a replica end at once, later they freeze at once, and then the ledger freezes.
+    A trainer and a replica end at once, later they freeze at once, and then the ledger freezes. On a busy machine a
+    healthy process may miss the heartbeat, too, and is replaced as well.
     """
     run = start(f"timeouts.heartbeat_s={slow(4):g}", "train.steps=40", "checkpoint.save_every_steps=10", "goals={}")
     run.wait_for_step(3)
@@ -317,7 +318,7 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
     run.signal("ray::LedgerActor", signal.SIGSTOP)
     assert run.wait(timeout_s=600.0) == 1
     output = run.output()
-    assert output.count("a trainer died") == 2 and "resumed after step 10" in output
+    assert "a trainer died (trainer rank 0: The actor died" in output and "resumed after step 10" in output
     assert re.search(rf"waiting for trainer rank 0: no answer for \d+ s \(limit {slow(4):g} s\)", output)
     assert "EngineError: the prompt ledger died" in output and "Traceback" not in output
     run.wait_until_all_ended()
