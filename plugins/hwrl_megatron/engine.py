@@ -164,7 +164,11 @@ class MegatronEngine(PolicyEngine):
         return self._offloader.loaded(optimizer=optimizer)
 
     def close(self) -> None:
-        self._started.close()
+        started = self._started
+        started.close()
+        # Hooks of parameters refer to the engine: the groups, each with a thread, would live as long as the process.
+        vars(self).clear()
+        self._started = started  # to be closed again
 
     # -- training -----------------------------------------------------------------------------------------------
 

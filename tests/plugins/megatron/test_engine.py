@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     engine.export(tmp_path / "exported")
     exported = hf_logprobs(tmp_path / "exported", batch, temperature=0.8)
     assert_near(engine.logprobs(batch)[batch.mask], exported)
+
+
+def test_a_closed_engine_gives_up_its_groups(tmp_path: Path, megatron: Make) -> None:
+    def loops() -> int:
+        return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
+
+    gc.collect()
+    before = loops()
+    engine = megatron(write_model(tmp_path / "demo", CONFIGS["qwen3"]))
+    made = loops() - before
+    engine.close()
+    gc.collect()
+    assert made > 10 and loops() - before < 5  # torch and Megatron keep two or three
 
 
 @pytest.mark.parametrize("form", ["several files", "another format"])
