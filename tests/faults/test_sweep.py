@@ -25,14 +25,14 @@ FINISHED = [point for point in POINTS if point.labels & {"finished-work", "secon
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
-    "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
+    "term-driver-evaluating-finally": "test_agents_run.py: a signal ends the run cleanly",
     "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
     "pause-gcs-judging": "below, in one run with the next",
     "kill-env-agent-judging": "below",
     "few-files-raylet": "below",
     "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
-    "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
+    "edit-weights-kill-trainer": "test_progress_run.py: a changed input ends the run",
     **{point.name: "below: a replica and a trainer die, with the same account" for point in FILTERING},
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""

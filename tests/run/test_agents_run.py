@@ -1,13 +1,14 @@
-"""A run that trains on an agent with a base_url."""
+"""A run that trains on an agent with a base_url, and a signal that ends it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.train_run import Run
+from tests.support.train_run import Run, assert_interrupted
 
 WORKFLOW = '''
 import asyncio, json, urllib.request
@@ -39,12 +40,18 @@ def factory(*, tokenizer):
 
 
 @pytest.mark.long(40)
-def test_a_run_trains_on_what_an_agent_made_of_its_endpoint(
+def test_a_run_trains_on_what_an_agent_made_of_its_endpoint_until_a_signal_ends_it_cleanly(
     demo: Path, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     (tmp_path / "agent.py").write_text(WORKFLOW)
     workflow = f"rollout.workflow={tmp_path / 'agent.py'}:factory"
-    run = start(workflow, "rollout.max_model_len=24", "train.steps=6", "data.eval=null", "eval.every_steps=0")
-    assert run.wait() == 0, run.output()
-    metrics = run.metrics()
-    assert metrics[-1]["step"] == 6 and all(row["reward/mean"] > 0 for row in metrics if "reward/mean" in row)
+    run = start(
+        *(workflow, "rollout.max_model_len=24", "train.steps=2000", "data.eval=null", "eval.every_steps=0"),
+        "checkpoint.save_every_steps=0",
+    )
+    run.wait_for_step(4)
+    in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
+    assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
+    run.terminate_group()
+    assert_interrupted(run)
+    assert all(row["reward/mean"] > 0 for row in run.metrics())

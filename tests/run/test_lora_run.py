@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
+from tests.support.train_run import (
+    LORA,
+    TWO,
+    Run,
+    adapter_nbytes,
+    assert_adapters_travel,
+    assert_whole,
+    base_nbytes,
+    sent,
+)
 
 pytestmark = pytest.mark.long(30)
 
@@ -27,34 +36,16 @@ def sleepy_reward(demo: Path) -> str:
     return f"reward.function={module}:score"
 
 
-TWO = ("train.ranks=2", "rollout.replicas=2")
-SHARED = (*TWO, "weights.senders=2", "train.context_parallel=2", "algorithm.loss=decoupled")
-HOST = ("weights.bypass_cpu=false",)
-
-
-@pytest.mark.parametrize(
-    "words", [SHARED, *(pytest.param(words, marks=pytest.mark.extended) for words in (TWO, HOST, (*TWO, *HOST)))]
-)
-def test_the_base_travels_once_and_each_version_is_an_adapter(
+@pytest.mark.extended  # test_seen_run.py: two ranks and two replicas, by the device transport
+@pytest.mark.parametrize("words", [("weights.bypass_cpu=false", *more) for more in ((), TWO)])
+def test_by_the_host_the_base_travels_once_and_each_version_is_an_adapter(
     start: Callable[..., Run], demo: Path, words: tuple[str, ...]
 ) -> None:
-    """With two ranks that both send, and share each pack."""
     run = start(*LORA, *words)
     assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert_whole(run)
-    metrics = run.metrics()
-    assert sum(sent(run, "base_sent")) == 1
-    assert sum(sent(run, "base_nbytes")) == base_nbytes(demo)
-    assert sent(run, "adapter_nbytes")[1:] == [adapter_nbytes(run)] * 23
-    assert [line["sync/nbytes"] for line in metrics] == [adapter_nbytes(run)] * 24
+    assert_adapters_travel(run, run.metrics(), base_nbytes(demo))
     assert "the base 1 times" in run.output()
-    assert all(line["sync/receivers"] >= 1 and line["sync/excluded"] == 0 for line in metrics)
-    assert metrics[-1]["rollout/replicas"] == (1 if words == HOST else 2)
-    if words == SHARED:
-        assert "2 of the trainer's ranks send them: weights.senders=2" in run.output()
-        # One share of the batch, and packs: a padded end is all that is not trained on.
-        assert all(line["perf/imbalance"] == 1.0 and line["perf/padding_share"] < 0.2 for line in metrics)
-        assert abs(metrics[0]["actor/mismatch_kl"]) < 1e-3
 
 
 @pytest.mark.extended  # test_sync_plan.py: what a sleeper drops is sent again

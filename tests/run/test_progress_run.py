@@ -1,4 +1,4 @@
-"""Progress, not age, is the heartbeat of a replica: a slow one lives, and a hung one is replaced."""
+"""Progress, not age, is the heartbeat of a replica: a slow one lives, and a hung one is replaced. Inputs stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.plugin_files import install_plugin
 from tests.support.speed import slow
-from tests.support.train_run import Run, trained_prompts
+from tests.support.train_run import Run, change_an_input, trained_prompts
 
 LIMIT_S = slow(4)
 SLOW_ENGINE = """
@@ -52,9 +52,10 @@ def reward(prompt, response, answer):
 
 
 @pytest.mark.long(40)
-def test_a_long_response_and_a_long_reward_keep_their_replica_and_an_engine_that_hangs_loses_it(
+def test_slow_work_keeps_its_replica_a_hung_engine_loses_it_and_a_changed_input_ends_the_run(
     start: Callable[..., Run], demo: Path
 ) -> None:
+    """A response and a reward take longer than the limit without progress. Then an input changes."""
     install_plugin(demo, "slow", source=SLOW_ENGINE.format(marker=str(demo / "hung"), step_s=LIMIT_S / 11))
     (demo / "slow_reward.py").write_text(SLOW_REWARD.format(marker=str(demo / "judged"), seconds=LIMIT_S + 2))
     run = start(
@@ -62,15 +63,18 @@ def test_a_long_response_and_a_long_reward_keep_their_replica_and_an_engine_that
         "rollout.max_new_tokens=16",
         f"rollout.group_timeout_s={LIMIT_S:g}",
         f"reward.function={demo / 'slow_reward.py'}:reward",
-        "train.steps=1",
+        "train.steps=2000",
         "train.batch_groups=2",
+        "checkpoint.save_every_steps=0",
         "eval.every_steps=0",
         "data.eval=null",
         PYTHONPATH=str(demo),
     )
-    assert run.wait() == 0, run.output()
+    run.wait_for_step(1)
     told = f"rollout replica-0 ended (it made no progress on a prompt for rollout.group_timeout_s={LIMIT_S:g} s)"
     assert told in run.output() and run.output().count("a new replica starts") == 1, run.output()
     assert (demo / "judged").exists()
-    assert sorted(trained_prompts(run)) == [0, 1]
-    assert run.metrics()[-1]["ledger/expired"] >= 1
+    assert run.metrics()[0]["ledger/expired"] >= 1
+    change_an_input(run, demo, replaced=1)
+    numbers = trained_prompts(run)
+    assert len(numbers) == 2 * len(run.metrics()) == len(set(numbers)), "a prompt was trained on twice"

@@ -8,34 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.train_run import Run, trained_prompts
+from tests.support.train_run import Run, change_an_input, saved_steps, trained_prompts
 
 pytestmark = pytest.mark.long(70)
 
 
-def saved_steps(run: Run) -> list[int]:
-    return [int(path.name.rpartition("_")[2]) for path in (run.directory / "checkpoints").glob("global_step_*")]
-
-
-def change_an_input(run: Run, demo: Path) -> None:
-    """Change the prompts while the run replaces a process, and check that it ends."""
-    rows = (demo / "train.jsonl").read_text().splitlines()
-    (demo / "train.jsonl").write_text("\n".join(reversed(rows)))
-    assert run.kill("ray::RolloutActor") == 1
-    assert run.wait() == 1, run.output()
-    told = run.output().partition("InputChangedError: ")[2]
-    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), run.output()
-    assert run.output().count("a new replica starts") == 1, "another one would be refused as well"
-    assert [line["step"] for line in run.metrics()] == list(range(1, max(saved_steps(run)) + 1))
-
-
-def test_an_input_that_changes_ends_the_run_with_a_checkpoint(start: Callable[..., Run], demo: Path) -> None:
-    run = start("train.steps=2000", "checkpoint.save_every_steps=0", "eval.every_steps=0")
-    run.wait_for_step(2)
-    change_an_input(run, demo)
-
-
-@pytest.mark.extended  # report/test_run_report.py, test_identity.py and test_resume.py check each refusal and message
+@pytest.mark.extended  # test_progress_run.py changes an input; others in tests/run check each refusal and message
 def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_it(
     start: Callable[..., Run], demo: Path
 ) -> None:

@@ -15,9 +15,16 @@ from hwrl.run.report.samples import SAMPLES
 from hwrl.run.report.views import EVENTS
 from hwrl_report import build_page
 from tests.support.plugin_files import install_plugin
-from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, sent
-from tests.support.train_run import demo as demo
-from tests.support.train_run import start as start
+from tests.support.train_run import (
+    LORA,
+    TWO,
+    Run,
+    adapter_nbytes,
+    assert_adapters_travel,
+    assert_whole,
+    base_nbytes,
+    sent,
+)
 
 pytestmark = pytest.mark.long(60)
 
@@ -57,16 +64,19 @@ def read(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], demo: Path, tmp_path: Path) -> None:
+    """It trains an adapter, on two ranks that share each pack and both send."""
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     install_plugin(plugins, "notebook", source=NOTEBOOK)
     notes, run_id_file = tmp_path / "notes", tmp_path / "run" / "run_id"
     words = ["report.trackers=[notebook]", f"report.tracker_options={{notebook: {{file: {notes}}}}}", "resume=true"]
-    words += ["report.run_name=sorting", "report.samples_per_step=3", "rollout.replicas=2", "report.trace_every=2"]
-    words += LORA
+    words += ["report.run_name=sorting", "report.samples_per_step=3", "report.trace_every=2"]
+    words += [*LORA, *TWO, "weights.senders=2", "train.context_parallel=2", "algorithm.loss=decoupled"]
     run = start(*words, PYTHONPATH=str(plugins))
     run.wait_for_step(6)
+    assert "2 of the trainer's ranks send them: weights.senders=2" in run.output()
+    before = run.metrics()[:6]
     assert run.kill("ray::RolloutActor", at_most=1) == 1
     run.wait_for_output("a new replica starts")
     assert 'class="state running"' in build_page(run.directory).decode()
@@ -79,6 +89,10 @@ def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_p
     assert_whole(again)
     assert sum(sent(again, "base_sent")) >= 2, "each start sends the base, which then stays"
     assert all(line["sync/nbytes"] == adapter_nbytes(again) for line in again.metrics())
+    assert_adapters_travel(again, before, base_nbytes(demo))
+    # One share of the batch, and packs: a padded end is all that is not trained on.
+    assert all(line["perf/imbalance"] == 1.0 and line["perf/padding_share"] < 0.2 for line in again.metrics())
+    assert abs(before[0]["actor/mismatch_kl"]) < 1e-3
     assert not (run.directory / "tensorboard").exists(), "it was not asked for"
     assert_samples(run.directory / SAMPLES)
     assert_notes(read(notes), run_id=run_id_file.read_text().strip())

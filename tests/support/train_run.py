@@ -41,6 +41,7 @@ SMALL = [
 """A short run: 24 steps with 4 prompts each."""
 ADAPTER = "model/adapter_model.safetensors"
 LORA = ("model.lora_rank=4", "optimizer.learning_rate=1e-2")
+TWO = ("train.ranks=2", "rollout.replicas=2")
 
 
 class Run:
@@ -178,6 +179,31 @@ def assert_whole(run: Run) -> None:
     assert sorted(trained_prompts(run)) == list(range(24 * 4))
 
 
+def assert_interrupted(run: Run) -> None:
+    """It has ended after a signal, in order, with a checkpoint of its last step and without a process left."""
+    assert run.wait() == 130, run.output()
+    assert "interrupted after step" in run.output() and "Traceback" not in run.output()
+    run.wait_until_all_ended()
+    last = int(run.metrics()[-1]["step"])
+    assert (run.directory / "checkpoints" / f"global_step_{last}" / "MANIFEST.json").exists()
+
+
+def saved_steps(run: Run) -> list[int]:
+    return [int(path.name.rpartition("_")[2]) for path in (run.directory / "checkpoints").glob("global_step_*")]
+
+
+def change_an_input(run: Run, demo: Path, *, replaced: int = 0) -> None:
+    """Change the prompts while the run replaces a process, after ``replaced`` others, and check that it ends."""
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    (demo / "train.jsonl").write_text("\n".join(reversed(rows)))
+    assert run.kill("ray::RolloutActor") == 1
+    assert run.wait() == 1, run.output()
+    told = run.output().partition("InputChangedError: ")[2]
+    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), run.output()
+    assert run.output().count("a new replica starts") == replaced + 1, "another one would be refused as well"
+    assert [line["step"] for line in run.metrics()] == list(range(1, max(saved_steps(run)) + 1))
+
+
 def base_nbytes(demo: Path) -> int:
     return sum(tensor.nbytes for tensor in load_model(demo / "model", dtype=torch.float32).state_dict().values())
 
@@ -189,3 +215,12 @@ def adapter_nbytes(run: Run) -> int:
 def sent(run: Run, name: str) -> list[float]:
     """Return ``sync/<name>`` of each step."""
     return [line[f"sync/{name}"] for line in run.metrics()]
+
+
+def assert_adapters_travel(run: Run, lines: list[dict[str, float]], base_nbytes: int) -> None:
+    """``lines``, from the first on, have one transfer of the base, and then each version is an adapter."""
+    nbytes = adapter_nbytes(run)
+    assert [sum(line[f"sync/{name}"] for line in lines) for name in ("base_sent", "base_nbytes")] == [1, base_nbytes]
+    assert [line["sync/adapter_nbytes"] for line in lines[1:]] == [nbytes] * len(lines[1:])
+    assert [line["sync/nbytes"] for line in lines] == [nbytes] * len(lines)
+    assert all(line["sync/receivers"] >= 1 and line["sync/excluded"] == 0 for line in lines)

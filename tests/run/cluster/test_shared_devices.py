@@ -20,6 +20,7 @@ pytestmark = pytest.mark.long(25)
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8", "goals={}"]
 
+STEPS = 8
 LATE_REWARD = f"""
 import time
 from hwrl.run.demo import sort_reward
@@ -63,7 +64,7 @@ def test_replicas_sleep_on_the_trainers_devices_and_open_its_memory(site: Path, 
     """
     (site / "late_reward.py").write_text(LATE_REWARD)
     colocated = ["train.ranks=2", "rollout.replicas=2", "rollout.free_cache_engine=true", "train.param_offload=true"]
-    rest = ["train.optimizer_offload=true", "async_training.staleness_threshold=0", "train.steps=20"]
+    rest = ["train.optimizer_offload=true", "async_training.staleness_threshold=0", f"train.steps={STEPS}"]
     rest += ["reward.function=late_reward:late", "train.batch_groups=2", "rollout.n=2"]
     ended = train(site, *colocated, *rest, devices=2, backend=backend)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -73,11 +74,12 @@ def test_replicas_sleep_on_the_trainers_devices_and_open_its_memory(site: Path, 
     )
     assert not re.search("replica.* ended", ended.stdout + ended.stderr)
     metrics = read_metrics(site / "demo" / "run")
-    assert [line["sync/receivers"] for line in metrics] == [2.0] * 20, "a replica missed a version"
+    assert [line["sync/receivers"] for line in metrics] == [2.0] * STEPS, "a replica missed a version"
     assert max(line["actor/mismatch_kl"] for line in metrics) < 1e-3
-    assert sum(line["rollout/sleeps"] for line in metrics) > 10, [line["rollout/sleeps"] for line in metrics]
+    assert sum(line["rollout/sleeps"] for line in metrics) > STEPS // 2, [line["rollout/sleeps"] for line in metrics]
 
 
+@pytest.mark.extended  # test_placement.py checks the numbers and the choice; above, weights travel by ipc
 def test_each_process_takes_the_device_that_it_is_told_by_number_without_collectives(site: Path) -> None:
     ended = train(site, devices=2, NUMBERED_MAP="index", NUMBERED_MUTE="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -107,9 +109,3 @@ def test_processes_that_share_without_having_been_told_are_refused(
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(says, ended.stderr), ended.stderr
     assert not read_metrics(site / "demo" / "run")
-
-
-def test_ranks_do_not_share(site: Path) -> None:
-    ended = train(site, "train.ranks=2", devices=1)
-    assert ended.returncode != 0
-    assert "train.ranks=2 need devices of their own, and 1 are free" in ended.stdout + ended.stderr
