@@ -34,23 +34,17 @@ def report(*, folder: Path | None = None, choose: str = "", status: int) -> dict
     return found
 
 
-def test_a_backend_that_runs_is_ok() -> None:
-    found = report(choose="cpu", status=0)
-    assert found["chosen"] == "cpu"
-    assert found["live"]["device_count"] == 1
-    assert found["live"]["capabilities"]["pinned_memory"][0] == "supported"
-    assert found["environment"]["HWRL_BACKEND"] == "cpu"
-    assert found["versions"]["torch"] == importlib.metadata.version("torch")
-
-
-def test_the_text_shows_every_backend_with_its_reason() -> None:
-    ended = doctor(choose="cpu")
-    assert ended.returncode == 0
-    for part in ("chosen: cpu", "every machine has a CPU", "/dev/nvidia", "/dev/davinci", "names: ascend, npu"):
+def test_the_text_shows_every_backend_with_its_reason_and_what_a_lack_of_collectives_means(tmp_path: Path) -> None:
+    install(tmp_path, create=MUTE)
+    ended = doctor(folder=tmp_path, choose="card")
+    assert ended.returncode == 0, ended.stdout
+    for part in ("chosen: card", "every machine has a CPU", "/dev/nvidia", "/dev/davinci", "names: ascend, npu"):
         assert part in ended.stdout
     assert re.search(r"peak in bfloat16 +unknown: a run reports no MFU\n.*fused operations +none\n", ended.stdout)
-    live = ended.stdout.partition("live check of cpu\n")[2].partition("\n\n")[0].splitlines()
+    live = ended.stdout.partition("live check of card\n")[2].partition("\n\n")[0].splitlines()
     assert all(re.fullmatch(r"  .{24} \S.*", line) for line in live), "names and answers each have a column"
+    assert re.search(r"collectives +unsupported +so it is", ended.stdout)
+    assert re.search(r"groups of processes +staged through the host", ended.stdout)
 
 
 def test_a_misspelt_name_fails_with_a_suggestion() -> None:
@@ -131,12 +125,16 @@ def test_a_faulty_doctor_hook_does_not_stop_doctor(tmp_path: Path) -> None:
     assert "KeyError: 'slot'" in card["findings"][0]["message"]
 
 
-def test_what_a_plugin_does_wrong_is_shown_and_doctor_goes_on(tmp_path: Path) -> None:
+def test_a_backend_that_runs_is_ok_and_what_another_plugin_does_wrong_is_shown(tmp_path: Path) -> None:
     install(tmp_path, source=CARD.replace("yield Finding", "raise SystemExit(0)\n    yield Finding"), probe="None")
     (tmp_path / "hwrl_quits.py").write_text("import sys\nsys.exit(0)\n")
     with (tmp_path / "hwrl_card-3.1.dist-info" / "entry_points.txt").open("a") as file:
         file.write("quits = hwrl_quits\n")
     found = report(folder=tmp_path, choose="cpu", status=0)
+    assert found["chosen"] == found["environment"]["HWRL_BACKEND"] == "cpu"
+    assert found["live"]["device_count"] == 1
+    assert found["live"]["capabilities"]["pinned_memory"][0] == "supported"
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
     (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
     assert card["answer"] == "unknown"
     assert "its hwrl_probe gave a wrong answer: it is None" in card["reason"]
@@ -167,11 +165,3 @@ def test_doctor_imports_no_torch_into_its_own_process() -> None:
     code = "import sys; from hwrl.cli import main; main(['doctor']); assert 'torch' not in sys.modules"
     env = os.environ | {"HWRL_BACKEND": "cuad"}
     assert subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL, check=False).returncode == 0
-
-
-def test_a_device_without_collectives_runs_and_is_told_what_that_means(tmp_path: Path) -> None:
-    install(tmp_path, create=MUTE)
-    ended = doctor(folder=tmp_path, choose="card")
-    assert ended.returncode == 0, ended.stdout
-    assert re.search(r"collectives +unsupported +so it is", ended.stdout)
-    assert re.search(r"groups of processes +staged through the host", ended.stdout)

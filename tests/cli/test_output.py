@@ -19,6 +19,7 @@ STEERING = "\x1b]0;owned\x07 \x1b[2J \x9b31m \b\b \u202e \udcff end\r> "
 def hwrl(*words: str, stdout: int, unbuffered: bool = False) -> tuple[int, bytes]:
     """Run the command, and return its status and what it writes to standard error."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    environment |= {"HWRL_BACKEND": "cuad"} if words[0] == "doctor" else {}  # without the live check, of seconds
     command = [sys.executable, "-m", "hwrl", *words]
     ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, check=False)
     return ended.returncode, ended.stderr

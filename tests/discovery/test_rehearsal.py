@@ -75,6 +75,12 @@ def test_a_plugin_that_ends_its_process_is_named_and_never_loaded_here(
     assert (failure.names, failure.distribution) == (("faulty",), "faulty 1.0")
     assert said in failure.reason
     assert "faulty_card" not in sys.modules
+
+
+def test_a_plugin_that_ends_its_process_is_an_error_if_it_is_named_and_a_doubt_if_not(
+    install: Callable[[str], Path],
+) -> None:
+    install(source(at_import=EXIT))
     with pytest.raises(BackendAmbiguousError, match="faulty_card, from faulty"):
         Registry(env={}).choose()
     with pytest.raises(BackendLoadError, match="backend 'faulty' cannot be used"):

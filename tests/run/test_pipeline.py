@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hwrl.checkpoint import DurableFS
-from hwrl.errors import DataError, with_notes
 from hwrl.rollout import EvaluatedPrompt, Evaluation, UntrainedPrompts
 from hwrl.run.fleet import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
@@ -73,16 +72,6 @@ def test_the_first_line_after_a_trainers_death_has_no_totals_from_before_the_las
     assert [line["rollout/generate_s"] for line in read_metrics(tmp_path)] == [10.0, 20.0], "not 30.0"
 
 
-def test_after_an_error_in_a_step_a_resumed_run_trains_on_the_steps_prompts(tmp_path: Path) -> None:
-    settings = {"train": {"steps": 2, "batch_groups": 2}, "checkpoint": {"save_every_steps": 0}}
-    error = DataError("the advantages are not finite", why="a test", fix="none")
-    with pytest.raises(DataError) as raised:
-        train(tmp_path, FleetWithLedger(tmp_path, error_in_step=2, error=error), Interrupts(), **settings)
-    train(tmp_path, FleetWithLedger(tmp_path), Interrupts(), resume=True, **settings)
-    assert sorted(trained_prompts(tmp_path)) == [0, 1, 2, 3]
-    assert "then step 1 was saved in" in with_notes(raised.value)
-
-
 class TrainerRestartsSlowly(FleetWithLedger):
     """The trainer dies in the first step, and its restart takes a day. A replica then has two unfinished prompts."""
 
@@ -116,28 +105,6 @@ def test_a_replica_is_not_overdue_while_the_trainer_restarts(tmp_path: Path) -> 
     assert sorted(trained_prompts(tmp_path)) == [0, 1, 2, 3]
 
 
-class LedgerEndsTheRun(FleetWithLedger):
-    """After the first step the ledger has an error instead of a batch."""
-
-    def request_batch(self, version: int) -> tuple[list[Any], str]:
-        return ([], "error") if self._step == 1 and self._error is not None else super().request_batch(version)
-
-    def value_of(self, info: str) -> BatchInfo | None:
-        if info == "error" and self._error is not None:
-            raise self._error
-        return super().value_of(info)
-
-
-def test_after_an_error_of_the_ledger_the_finished_steps_are_saved(tmp_path: Path) -> None:
-    settings = {"train": {"steps": 2, "batch_groups": 2}, "checkpoint": {"save_every_steps": 0}}
-    error = DataError("the last 2 groups taught nothing", why="a test", fix="none")
-    with pytest.raises(DataError) as raised:
-        train(tmp_path, LedgerEndsTheRun(tmp_path, error=error), Interrupts(), **settings)
-    assert "then step 1 was saved in" in with_notes(raised.value)
-    train(tmp_path, FleetWithLedger(tmp_path), Interrupts(), resume=True, **settings)
-    assert sorted(trained_prompts(tmp_path)) == [0, 1, 2, 3]
-
-
 class SkippingFleet(StandInFleet):
     """Two prompts have failed before the first batch."""
 
@@ -151,21 +118,6 @@ def test_skipped_prompts_are_logged_and_recorded(tmp_path: Path) -> None:
     assert told.count("is skipped") == 1 and "prompt 3 failed and is skipped (no judge); 1 more failed as well" in told
     first, second = (json.loads(line) for line in (tmp_path / PROMPTS).read_text().splitlines())
     assert first["failed"] == {"3": "no judge", "5": "no unit"} and "failed" not in second
-
-
-class FleetThatCountsProgress(StandInFleet):
-    """Counts how often the run has shown a step."""
-
-    shown = 0
-
-    def note_progress(self) -> None:
-        self.shown += 1
-
-
-def test_the_log_of_waits_learns_of_each_step(tmp_path: Path) -> None:
-    fleet = FleetThatCountsProgress(tmp_path, DurableFS())
-    train(tmp_path, fleet, Interrupts())
-    assert fleet.shown == 2
 
 
 class StandInEvaluation:

@@ -15,7 +15,7 @@ import pytest
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import HwrlError, RunDirectoryError, with_notes
 from hwrl.files import make_directory
-from hwrl.run.config import Config, parse_config
+from hwrl.run.config import Config
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import PlainView, RecordedView
 from hwrl.run.report.run_report import RunReport
@@ -24,12 +24,12 @@ from hwrl.run.run_directory import claimed_directory, record_replicas
 from hwrl.run.scaling import answer_request
 from hwrl.run.trainer import StepOutcome
 from hwrl_trackers.tensorboard import TensorboardTracker
+from tests.support import run_config
 from tests.support.two_step_run import METRICS_OF_A_STEP, StandInFleet, train
 
 
 def config_of(directory: Path) -> Config:
-    sections = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
-    return parse_config({"dir": directory, "report": {"trackers": ["none"]}, **sections})
+    return run_config.config_of(directory, report={"trackers": ["none"]})
 
 
 def other_run(directory: Path) -> dict[Path, bytes]:

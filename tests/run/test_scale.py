@@ -16,11 +16,11 @@ from hwrl.cli import main
 from hwrl.errors import ConfigError
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import DeviceCounts
-from hwrl.run.config import parse_config
 from hwrl.run.report import read_lines
 from hwrl.run.report.views import EVENTS
 from hwrl.run.scaling import answer_request, pending_request
 from tests.support.numbered import INFO, NumberedBackend
+from tests.support.run_config import config_of
 from tests.support.train_run import HWRL, Run, trained_prompts
 
 
@@ -117,9 +117,7 @@ def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(
 ) -> None:
     monkeypatch.setenv("NUMBERED_DEVICES", "4")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    settings = {"dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": tmp_path}}
-    config = parse_config({**settings, "reward": {"function": "m:f"}, "rollout": {"replicas": 2}})
-    devices = RunDevices(config, NumberedBackend(INFO))
+    devices = RunDevices(config_of(tmp_path, rollout={"replicas": 2}), NumberedBackend(INFO))
     devices.remove_replica("replica-1")
     assert devices.counts == DeviceCounts(1, 2)
     devices.add_replica("replica-2")

@@ -12,16 +12,11 @@ import pytest
 
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.run.config import Config, parse_config
 from hwrl.run.fleet import Fleet
 from hwrl.run.run_directory import claimed_directory
 from hwrl.run.scaling import SCALE, answer_request, pending_request, request_replicas
+from tests.support.run_config import config_of
 from tests.support.speed import slow
-
-
-def config_of(directory: Path) -> Config:
-    settings = {"dir": directory, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-    return parse_config({**settings, "reward": {"function": "m:f"}})
 
 
 def request_in(directory: Path, content: str = '{"id": "1", "replicas": 2}') -> Path:

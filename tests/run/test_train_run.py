@@ -74,12 +74,9 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     assert list((run.directory / "tensorboard").iterdir())
     assert len(list((run.directory / "checkpoints").glob("global_step_*"))) == 2
     assert_fast_enough(run)
-    trace = run.directory / "profile" / "steps_7-8.json.gz"
-    assert read_trace(trace).count('"name": "hwrl.sync"') == 2
-
-
-def read_trace(path: Path) -> str:
-    return gzip.decompress(path.read_bytes()).decode()
+    trace = gzip.decompress((run.directory / "profile" / "steps_7-8.json.gz").read_bytes()).decode()
+    counts = {part: trace.count(f'"name": "hwrl.{part}"') for part in ("sync", "update", "forward", "backward", "pack")}
+    assert (counts["sync"], counts["update"]) == (2, 2) and all(counts.values())
 
 
 def assert_fast_enough(run: Run) -> None:

@@ -10,17 +10,17 @@ from hwrl.checkpoint import DurableFS
 from hwrl.rollout import PromptLedger
 from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import PROMPTS
-from hwrl.run.trainer import RestoredRun, StepOutcome
+from hwrl.run.trainer import RestoredRun
 from tests.support.finished_groups import finished
 from tests.support.two_step_run import CHECKPOINT, StandInFleet
 
 
 class FleetWithLedger(StandInFleet):
-    """Has the real ledger of two steps. Its replica finishes all prompts at once. Errors end calls of the trainer."""
+    """Has the real ledger of two steps. Its replica finishes all prompts at once."""
 
-    def __init__(self, home: Path, *, error_in_step: int = 0, error: Exception | None = None) -> None:
+    def __init__(self, home: Path) -> None:
         super().__init__(home, DurableFS())
-        self._path, self._error_in_step, self._error = home / "ledger.json", error_in_step, error
+        self._path = home / "ledger.json"
         self._prompts = PromptLedger(groups_per_version=2, max_staleness=1, total_groups=4, group_timeout_s=600.0)
 
     def request_batch(self, version: int) -> tuple[list[Any], str]:
@@ -34,11 +34,6 @@ class FleetWithLedger(StandInFleet):
 
     def value_of(self, info: str) -> BatchInfo | None:
         return BatchInfo(self._taken, {}, {}, ledger=self._prompts.state_dict())
-
-    def step(self, groups: list[Any]) -> StepOutcome:
-        if self._step + 1 == self._error_in_step and self._error is not None:
-            raise self._error
-        return super().step(groups)
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         self._path.write_text(json.dumps(ledger))

@@ -15,7 +15,9 @@ from hwrl.errors import ConfigError
 from hwrl.run.cluster.devices import RunDevices, free_nodes, reserve_together
 from hwrl.run.cluster.nodes import in_order, place_on_nodes
 from hwrl.run.cluster.placement import assign_devices
-from hwrl.run.config import parse_config
+from tests.support.run_config import config_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,6 @@ def two_machines() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines: Cluster) -> None:
     found = in_order(free_nodes("CPU"))
     assert [node.devices for node in found] == [4, 4]
@@ -41,7 +42,6 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
     ray.util.remove_placement_group(group)
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
     two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,13 +54,11 @@ def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
     ray.util.remove_placement_group(group)
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_a_run_waits_for_the_devices_that_an_ended_one_gives_back(
     two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
-    settings = {"train": {"ranks": 6}, "rollout": {"engine": "other"}, "reward": {"function": "m:f"}, "dir": "run"}
-    config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
+    config = config_of(train={"ranks": 6}, rollout={"engine": "other"})
     group = reserve_together([(0,), (1,), (2,), (3,), (4, 5)], "CPU", {})
     while sum(node.devices for node in free_nodes("CPU")) != 2:  # Ray shows it a moment later
         time.sleep(0.05)
@@ -74,18 +72,12 @@ def test_a_run_waits_for_the_devices_that_an_ended_one_gives_back(
     devices.close()
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_a_process_of_a_lost_node_gets_free_devices_of_another(
     two_machines: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test here: it ends the second node."""
     monkeypatch.setenv("RAY_ADDRESS", two_machines.address)
-    settings = {
-        "rollout": {"engine": "other", "replicas": 3, "tensor_parallel": 2},
-        "reward": {"function": "m:f"},
-        "dir": "run",
-    }
-    config = parse_config({**settings, "model": {"path": "model"}, "data": {"train": "train.jsonl"}})
+    config = config_of(rollout={"engine": "other", "replicas": 3, "tensor_parallel": 2})
     while ray.available_resources().get("CPU", 0) < 8:  # Ray frees the groups of the other tests a moment later
         time.sleep(0.05)
     devices = RunDevices(config, get_backend())

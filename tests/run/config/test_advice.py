@@ -6,21 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hwrl.cli import main
 from hwrl.errors import ConfigError
 from hwrl.run.config import Config, dump_config, load_config
 from hwrl.run.config.explain import RENAMED, SAME_AS, all_keys
 from hwrl.run.inputs import check_inputs
-
-MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
-
-
-def write(tmp_path: Path, tree: object) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+from tests.support.run_config import load, write_config
 
 
 @pytest.mark.parametrize(
@@ -29,7 +21,14 @@ def write(tmp_path: Path, tree: object) -> Path:
         ("lr=1", r"lr: there is no such key, did you mean optimizer\.learning_rate\?"),
         ("learning_rate=1", r"did you mean optimizer\.learning_rate or critic\.learning_rate\?"),
         ("train.lr=1", r"did you mean optimizer\.learning_rate\?"),
-        ("steps=5", r"did you mean train\.steps\?"),
+        ("steps=5", r"did you mean train\.steps\?\n"),
+        ("rollout.steps=1", r"did you mean train\.steps\?\n"),
+        ("train.stps=1", r"did you mean train\.steps\?\n"),
+        ("train.learning_rate=1", r"did you mean optimizer\.learning_rate or critic\.learning_rate\?\n"),
+        ("async_training.stalenes_threshold=2", r"did you mean async_training\.staleness_threshold\?"),
+        ("train.partial_rollout=true", r"did you mean async_training\.partial_rollout\?"),
+        ("reward.threads=2", r"reward\.threads: there is no such key, did you mean reward\.workers"),
+        ("data.train=[{path: a.jsonl, wieght: 2}]", r"data\.train\.0\.wieght: there is no such key"),
         ("train.num_generations=8", r"did you mean rollout\.n\?"),
         ("algorithm.kl_coef=0", r"did you mean algorithm\.kl_coeff\?"),
         ("critic.kl_coef=0", r"did you mean critic\.kl_coeff\?"),
@@ -63,7 +62,7 @@ def write(tmp_path: Path, tree: object) -> Path:
 )
 def test_a_key_or_value_of_other_programs_is_answered_with_ours(tmp_path: Path, word: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice) as caught:
-        load_config(write(tmp_path, MINIMAL), [word])
+        load(tmp_path, word)
     assert not re.search(r"<class|function-|instance of", caught.value.why), "no word of Python"
 
 
@@ -78,10 +77,10 @@ def test_a_name_on_the_hub_is_answered_with_the_command_that_downloads_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no model in") as caught:
-        check_inputs(load_config(write(tmp_path, MINIMAL), ["model.path=Qwen/Qwen3-0.6B"]))
+        check_inputs(load(tmp_path, "model.path=Qwen/Qwen3-0.6B"))
     assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B" in caught.value.fix
     with pytest.raises(ConfigError, match="there is no model in") as caught:
-        check_inputs(load_config(write(tmp_path, MINIMAL), ["model.path=/a/b"]))
+        check_inputs(load(tmp_path, "model.path=/a/b"))
     assert "hf download" not in caught.value.fix
 
 
@@ -100,7 +99,7 @@ def test_a_path_may_begin_in_the_home_directory(
         "algorithm": {"advantage": "gae"},
         "report": {"trackers": ["~/t.py:f"], "tracker_options": {"~/t.py:f": {}}},
     }
-    path = write(tmp_path, tree)
+    path = write_config(tmp_path, tree)
     shown = dump_config(load_config(path))
     assert "~" not in shown and shown.count(f" {tmp_path}/") == 10 and f"path: {tmp_path}\n" in shown
     assert str(load_config(path, ["dir=./~"]).dir) == "/~"

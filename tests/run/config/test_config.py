@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import save
 
 from hwrl.cli import main
@@ -22,56 +21,103 @@ from hwrl.run.config import RUN_HEADER, dump_config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.inputs import check_inputs, sampling_warning
 from hwrl.run.run_directory import FIXED_KEYS, claimed_directory
-
-MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
-
-
-def write(tmp_path: Path, tree: object) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+from tests.support.run_config import MINIMAL, load, write_config
 
 
 def test_overrides_are_applied_in_order_and_typed(tmp_path: Path) -> None:
-    config = load_config(
-        write(tmp_path, MINIMAL), ["train.steps=5", "train.steps=7", "resume=true", "optimizer.learning_rate=1e-3"]
-    )
+    config = load(tmp_path, "train.steps=5", "train.steps=7", "resume=true", "optimizer.learning_rate=1e-3")
     assert (config.train.steps, config.resume, config.optimizer.learning_rate) == (7, True, 1e-3)
 
 
 def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["goals={reward/mean: 0.5}"])
+    config = load(tmp_path, "goals={reward/mean: 0.5}")
     path = tmp_path / "again.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
 
 
-def test_an_unknown_key_is_an_error_with_the_likely_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean async_training\.staleness_threshold\?"):
-        load_config(write(tmp_path, MINIMAL), ["async_training.stalenes_threshold=2"])
-    with pytest.raises(ConfigError, match=r"did you mean async_training\.partial_rollout\?"):
-        load_config(write(tmp_path, MINIMAL), ["train.partial_rollout=true"])
-
-
 def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 mistakes") as caught:
-        load_config(write(tmp_path, {**MINIMAL, "model": {}}), ["train.steps=0"])
+        load_config(write_config(tmp_path, {**MINIMAL, "model": {}}), ["train.steps=0"])
     places = [line.strip().partition(":")[0] for line in caught.value.why.splitlines()]
     assert places == ["model.path", "train.steps"], "one line each"
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("train.steps", "not an override"),
-        ("=3", "not an override"),
-        ("dir.sub=3", "cannot be applied(.|\n)*set dir=… itself"),
-        ("dir=[", "cannot be read"),
-    ],
-)
-def test_a_word_that_is_no_override_is_refused(tmp_path: Path, word: str, message: str) -> None:
+FEW = ["train.batch_groups=1", "train.ranks=2", "rollout.n=7"]
+SHARED = [*FEW, "train.context_parallel=2"]
+FITTING = [
+    [*FEW, "algorithm.mini_batches=3"],
+    [*FEW, "algorithm.mini_batches=7", "train.engine=megatron"],
+    [*SHARED, "algorithm.mini_batches=7"],
+    ["rollout.engine=other", "rollout.tensor_parallel=2"],
+    ["rollout.engine=other", "rollout.engine_options.tensor_parallel=2"],
+    ["train.engine=other", "train.engine_options.tensor_parallel=2"],
+    ["train.steps=5", "train.profile_steps=[2,5]"],
+    ["rollout.n=1", "algorithm.advantage=gae", "critic.kl_coeff=0.1"],
+    ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"],
+    ["rollout.n=1", "algorithm.advantage=advantages.py:of_batch"],
+]
+
+
+@pytest.mark.parametrize("words", FITTING, ids=" ".join)
+def test_settings_that_fit_together_are_accepted(tmp_path: Path, words: list[str]) -> None:
+    assert load(tmp_path, *words).has_reference_copy == ("critic.kl_coeff=0.1" in words)
+
+
+REFUSED = {
+    "train.steps": "not an override",
+    "=3": "not an override",
+    "dir.sub=3": "cannot be applied(.|\n)*set dir=… itself",
+    "dir=[": "cannot be read",
+    "reward=x.py:f": r"it is a section, not a value; did you mean reward\.function or ",
+    "eval=5": r"it is a section, not a value; did you mean eval\.every_steps or ",
+    "algorithm.clip_ratio_low=1": r"algorithm\.clip_ratio_low: Input should be less than 1",
+    "rollout.max_running=4": "max_running=4 must be at least n=8",
+    "model.lora_rank=8 train.engine=megatron": r"lora_rank=8 needs train\.engine=fsdp; megatron trains only whole",
+    " ".join([*FEW, "algorithm.mini_batches=4"]): (
+        r"the 7 responses of a step(.|\n)*train\.ranks=2 \* algorithm\.mini_batches=4"
+    ),
+    " ".join([*SHARED, "algorithm.mini_batches=8"]): (
+        r"ranks=2 / train\.context_parallel=2 \* algorithm\.mini_batches=8"
+    ),
+    "train.ranks=3 train.context_parallel=2": "context_parallel=2 must divide ranks=3",
+    "train.ranks=2 train.context_parallel=2 train.engine=megatron": (
+        "context_parallel=2 is for engine=fsdp, not for megatron"
+    ),
+    "goals.eval/exact=0.5": r"goals: eval/exact cannot be reached without data\.eval",
+    "eval.every_steps=5": r"eval\.every_steps=5 needs data\.eval",
+    "eval.before_training=true": r"eval\.before_training=true needs data\.eval",
+    "eval.n=4": "n=4 greedy responses",
+    "rollout.sleep_level=2": r"also set free_cache_engine=true",
+    "rollout.n=1": r"rollout\.n=1 nothing is learned",
+    "rollout.tensor_parallel=2": r"tensor_parallel=2 is not possible: engine=embedded uses one device",
+    "rollout.engine_options.tensor_parallel=2": "engine=embedded has no options",
+    "train.engine_options.tensor_parallel=2": "engine=fsdp has no options",
+    "checkpoint.staging=device": "staging=device is for saves in the background; also set async_save=true",
+    "critic.lam=0.9": "critic has settings, but algorithm.advantage=grpo uses no critic",
+    "algorithm.advantage=gae train.engine=megatron": "algorithm.advantage=gae needs train.engine=fsdp",
+    "algorithm.kl_coeff=0.1 train.engine=megatron": "megatron does not support a reference model",
+    "algorithm.advantage=gae rollout.n=1 algorithm.filter_groups=true": (
+        "algorithm.filter_groups=true would filter every prompt"
+    ),
+    "algorithm.advantage=reinforce_plus_plus_baseline rollout.n=1": "rollout.n=1 nothing is learned",
+    "algorithm.rollout_rs_threshold=1.5": "has no effect without rollout_rs",
+    "algorithm.rollout_rs_threshold_lower=0.1": "has no effect without rollout_rs",
+    "report.trackers=[tensorboard,tensorboard]": "has the same name twice",
+    "report.tracker_options.wandb={}": "not for wandb",
+    "report.trackers=[] report.tracker_options.tensorboard.a=1": "not for tensorboard",
+    **{
+        f"train.steps=5 train.profile_steps={steps}": "profile_steps"
+        for steps in ("[0,1]", "[3,2]", "[2,6]", "[2]", "3")
+    },
+    "data.train=[a.jsonl,sub/a.jsonl]": r"data\.train: .*different names.* a, a",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.items(), ids=[*REFUSED])
+def test_settings_that_say_nothing_or_do_not_fit_together_are_refused(tmp_path: Path, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(write(tmp_path, MINIMAL), [word])
+        load(tmp_path, *words.split(" "))
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text", "[]", "false", "dir: \xe9"])
@@ -82,90 +128,34 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
         load_config(path)
 
 
-def test_a_ratio_cannot_fall_below_zero(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio_low: Input should be less than 1"):
-        load_config(write(tmp_path, MINIMAL), ["algorithm.clip_ratio_low=1"])
-
-
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path / "none.yaml")
 
 
-def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_running=4 must be at least n=8"):
-        load_config(write(tmp_path, MINIMAL), ["rollout.max_running=4"])
-    with pytest.raises(ConfigError, match=r"lora_rank=8 needs train\.engine=fsdp; megatron trains only whole models"):
-        load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
-    with pytest.raises(ConfigError, match=r"goals: eval/exact cannot be reached without data\.eval"):
-        load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
-    few = ["train.batch_groups=1", "train.ranks=2", "rollout.n=7"]
-    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=3"])
-    with pytest.raises(
-        ConfigError, match=r"the 7 responses of a step(.|\n)*train\.ranks=2 \* algorithm\.mini_batches=4"
-    ):
-        load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=4"])
-    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=7", "train.engine=megatron"])
-    shared = [*few, "train.context_parallel=2"]
-    assert load_config(write(tmp_path, MINIMAL), [*shared, "algorithm.mini_batches=7"])
-    with pytest.raises(ConfigError, match=r"ranks=2 / train\.context_parallel=2 \* algorithm\.mini_batches=8"):
-        load_config(write(tmp_path, MINIMAL), [*shared, "algorithm.mini_batches=8"])
-    with pytest.raises(ConfigError, match="context_parallel=2 must divide ranks=3"):
-        load_config(write(tmp_path, MINIMAL), ["train.ranks=3", "train.context_parallel=2"])
-    with pytest.raises(ConfigError, match="context_parallel=2 is for engine=fsdp, not for megatron"):
-        load_config(write(tmp_path, MINIMAL), ["train.ranks=2", "train.context_parallel=2", "train.engine=megatron"])
-    with pytest.raises(ConfigError, match=r"eval\.every_steps=5 needs data\.eval"):
-        load_config(write(tmp_path, MINIMAL), ["eval.every_steps=5"])
-    with pytest.raises(ConfigError, match=r"eval\.before_training=true needs data\.eval"):
-        load_config(write(tmp_path, MINIMAL), ["eval.before_training=true"])
-    with pytest.raises(ConfigError, match=r"also set free_cache_engine=true"):
-        load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
-
-
-def test_profiled_steps_are_a_range_of_the_runs_steps(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["train.steps=5", "train.profile_steps=[2,5]"])
-    assert config.train.profile_steps == (2, 5)
-    for steps in ("[0,1]", "[3,2]", "[2,6]", "[2]", "3", "[1.5,2]"):
-        with pytest.raises(ConfigError, match="profile_steps"):
-            load_config(write(tmp_path, MINIMAL), ["train.steps=5", f"train.profile_steps={steps}"])
-
-
 def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(write(tmp_path, MINIMAL), ["reward.function=mine.py:f", "data.eval=sub/eval.jsonl"])
+    config = load(tmp_path, "reward.function=mine.py:f", "data.eval=sub/eval.jsonl")
     assert (config.dir, config.model.path) == (tmp_path / "run", tmp_path / "model")
     assert (config.data.train, config.data.eval) == (tmp_path / "train.jsonl", tmp_path / "sub" / "eval.jsonl")
     assert config.reward.function == f"{tmp_path / 'mine.py'}:f"
-    assert load_config(write(tmp_path, MINIMAL)).reward.function == "m:f", "a module is no path"
+    assert load(tmp_path).reward.function == "m:f", "a module is no path"
 
 
 def test_an_adapter_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(write(tmp_path, runnable(tmp_path)), ["model.lora_rank=8", "model.target_modules=[q_proj]"])
+    words = ["model.lora_rank=8", "model.target_modules=[q_proj]"]
+    config = load_config(write_config(tmp_path, runnable(tmp_path)), words)
     check_inputs(config)
     assert config.model.lora == LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj",))
-    assert load_config(write(tmp_path, MINIMAL)).model.lora is None
+    assert load(tmp_path).model.lora is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'hwrl\[lora\]'"):
         check_inputs(config)
 
 
-def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.n=1 nothing is learned"):
-        load_config(write(tmp_path, MINIMAL), ["rollout.n=1"])
-
-
-@pytest.mark.parametrize(
-    ("word", "remedy"),
-    [("reward=x.py:f", r"reward\.function or "), ("eval=5", r"eval\.every_steps or ")],
-)
-def test_a_value_for_a_section_is_answered_with_its_keys(tmp_path: Path, word: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"it is a section, not a value; did you mean {remedy}"):
-        load_config(write(tmp_path, MINIMAL), [word])
-
-
 def test_a_key_under_a_section_that_the_file_made_a_value_is_answered(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward has the value 'x\.py:f'(.|\n)*keys like reward\.function"):
-        load_config(write(tmp_path, {**MINIMAL, "reward": "x.py:f"}), ["reward.attempts=2"])
+        load_config(write_config(tmp_path, {**MINIMAL, "reward": "x.py:f"}), ["reward.attempts=2"])
 
 
 def runnable(tmp_path: Path) -> dict[str, Any]:
@@ -197,7 +187,7 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
     ],
 )
 def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, message: str) -> None:
-    path = write(tmp_path, runnable(tmp_path))
+    path = write_config(tmp_path, runnable(tmp_path))
     check_inputs(load_config(path))
     with pytest.raises(HwrlError, match=message):
         check_inputs(load_config(path, [word.format(tmp_path=tmp_path)]))
@@ -218,7 +208,7 @@ INDEX = "model.safetensors.index.json"
 def test_a_model_with_damaged_files_is_refused_before_anything_starts(
     tmp_path: Path, files: dict[str, bytes | None], message: str
 ) -> None:
-    path = write(tmp_path, runnable(tmp_path))
+    path = write_config(tmp_path, runnable(tmp_path))
     check_inputs(load_config(path))
     whole = (tmp_path / "model" / "model.safetensors").read_bytes()
     for name, content in files.items():
@@ -231,7 +221,7 @@ def test_the_check_of_inputs_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text("class EngineArgs:\n    block_size: int = 1\n")
-    path = write(tmp_path, runnable(tmp_path))
+    path = write_config(tmp_path, runnable(tmp_path))
     code = (
         "import sys; sys.modules['torch'] = sys.modules['ray'] = None\n"
         "from pathlib import Path\nfrom hwrl.run.config import load_config\nfrom hwrl.run.inputs import check_inputs\n"
@@ -252,7 +242,7 @@ def test_an_engine_that_is_not_installed_is_told_of_at_once_unless_a_cluster_may
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = load_config(write(tmp_path, runnable(tmp_path)), words)
+    config = load_config(write_config(tmp_path, runnable(tmp_path)), words)
     with pytest.raises(EngineError, match=message):
         check_inputs(config)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
@@ -264,7 +254,7 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    path = write(tmp_path, runnable(tmp_path))
+    path = write_config(tmp_path, runnable(tmp_path))
     (tmp_path / "beside_the_run.py").write_text("")
     assert main(["train", str(path), "reward.function=beside_the_run:f"]) == 1
     assert "there is no function 'f' in beside_the_run" in capsys.readouterr().err
@@ -272,20 +262,6 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
     assert main(["train", str(path), "reward.function=quits:f"]) == 1
     assert "it ended the process: SystemExit(0)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("section", "built_in"), [("train", "fsdp"), ("rollout", "embedded")])
-def test_options_of_an_engine_are_for_plugins(tmp_path: Path, section: str, built_in: str) -> None:
-    options = [f"{section}.engine_options.tensor_parallel=2"]
-    config = load_config(write(tmp_path, MINIMAL), [*options, f"{section}.engine=other"])
-    assert getattr(config, section).engine_options == {"tensor_parallel": 2}
-    with pytest.raises(ConfigError, match=f"engine={built_in} has no options"):
-        load_config(write(tmp_path, MINIMAL), options)
-
-
-def test_only_a_save_in_the_background_is_staged(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="staging=device is for saves in the background; also set async_save=true"):
-        load_config(write(tmp_path, MINIMAL), ["checkpoint.staging=device"])
 
 
 def test_the_lead_is_as_large_as_the_threshold_and_no_larger(tmp_path: Path) -> None:
@@ -298,20 +274,14 @@ def test_the_lead_is_as_large_as_the_threshold_and_no_larger(tmp_path: Path) -> 
     }
     for words, lead in leads.items():
         overrides = [f"async_training.{word}" for word in words.split()]
-        assert load_config(write(tmp_path, MINIMAL), [*groups, *overrides]).lead_groups == lead
-    exact = load_config(write(tmp_path, MINIMAL), ["train.batch_groups=100", "async_training.lead_versions=0.29"])
+        assert load(tmp_path, *groups, *overrides).lead_groups == lead
+    exact = load(tmp_path, "train.batch_groups=100", "async_training.lead_versions=0.29")
     assert exact.lead_groups == 29, "the product of floats is 28.999999999999996"
-
-
-def test_the_embedded_engine_is_not_divided(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, MINIMAL), ["rollout.engine=other", "rollout.tensor_parallel=2"])
-    with pytest.raises(ConfigError, match="tensor_parallel=2 is not possible: engine=embedded uses one device"):
-        load_config(write(tmp_path, MINIMAL), ["rollout.tensor_parallel=2"])
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "config.yaml"])
 def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path, place: str) -> None:
-    path = write(tmp_path, MINIMAL)
+    path = write_config(tmp_path)
     with (
         pytest.raises(ConfigError, match=r"cannot be used(.|\n)*dir="),
         claimed_directory(load_config(path, [f"dir={tmp_path / place}"])),
@@ -320,7 +290,7 @@ def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path
 
 
 def test_a_second_run_in_a_directory_is_refused_and_changes_nothing_there(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL)
+    path = write_config(tmp_path)
     run = load_config(path, [f"dir={tmp_path / 'run'}"])
     with claimed_directory(run):
         before = (tmp_path / "run" / "config.yaml").read_text()
@@ -340,7 +310,7 @@ def test_nothing_that_hwrl_did_not_write_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path, {**MINIMAL, "dir": "."}).rename("mine.yaml")
+    path = write_config(tmp_path, {**MINIMAL, "dir": "."}).rename("mine.yaml")
     (tmp_path / name).write_bytes(b"# m\xefne")
     for words in ([], ["resume=true"]):
         with (
@@ -353,7 +323,7 @@ def test_nothing_that_hwrl_did_not_write_is_overwritten(
 
 def begun_run(tmp_path: Path) -> Path:
     """Return the directory of a run after one step."""
-    with claimed_directory(load_config(write(tmp_path, MINIMAL), [f"dir={tmp_path / 'first'}"])):
+    with claimed_directory(load(tmp_path, f"dir={tmp_path / 'first'}")):
         (tmp_path / "first" / "metrics.jsonl").write_text('{"step": 1}\n')
     return tmp_path / "first"
 
@@ -373,7 +343,7 @@ def test_a_run_directory_can_be_moved(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "global_step_7").mkdir(parents=True)
     (tmp_path / "run" / "model").mkdir()
-    path, place = write(tmp_path, MINIMAL), f"dir={tmp_path / 'run'}"
+    path, place = write_config(tmp_path), f"dir={tmp_path / 'run'}"
     with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(path, [place])):
         pass
     with claimed_directory(load_config(path, [place, "resume=true"])):
@@ -382,7 +352,7 @@ def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
 
 def test_a_run_is_not_overwritten_and_not_resumed_in_another_order_of_prompts(tmp_path: Path) -> None:
     own = begun_run(tmp_path)
-    copy, place = write(tmp_path, MINIMAL), f"dir={own}"
+    copy, place = write_config(tmp_path), f"dir={own}"
     with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
         pass
     words = [place, "resume=true", "seed=7"]
@@ -395,7 +365,7 @@ def test_a_run_is_not_overwritten_and_not_resumed_in_another_order_of_prompts(tm
 def test_a_damaged_account_is_still_a_run_and_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
     own = begun_run(tmp_path)
     (own / "metrics.jsonl").write_bytes(b"\0\0\xff\n")
-    copy, place = write(tmp_path, MINIMAL), f"dir={own}"
+    copy, place = write_config(tmp_path), f"dir={own}"
     with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
         pass
     (own / "config.yaml").write_bytes(RUN_HEADER + b"seed: [\n")
@@ -420,6 +390,17 @@ def test_a_resume_with_another_fixed_key_is_refused(tmp_path: Path, key: str) ->
     with (
         pytest.raises(ConfigError, match=f"with a different {key}\n"),
         claimed_directory(load_config(own, ["resume=true", f'{key}="7"'])),
+    ):
+        pass
+
+
+def test_a_resume_may_change_its_advantages_but_not_to_a_critic(tmp_path: Path) -> None:
+    own = begun_run(tmp_path) / "config.yaml"
+    with claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=rloo"])):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"with a different algorithm\.advantage\n"),
+        claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=gae"])),
     ):
         pass
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError
-from hwrl.run.config import Config, dump_run_config, parse_config
+from hwrl.run.config import Config, dump_run_config
 from hwrl.run.run_directory import claimed_directory
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.run_config import config_of
 
 
-def config_of(directory: Path, *, batch: int, trigger: int) -> Config:
-    return parse_config(
-        {
-            "dir": directory,
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "reward": {"function": "m:f"},
-            "train": {"batch_groups": batch},
-            "async_training": {"trigger_parameter_sync_step": trigger},
-            "resume": True,
-        }
-    )
+def resumed(directory: Path, *, batch: int, trigger: int) -> Config:
+    counts: dict[str, Any] = {"train": {"batch_groups": batch}}
+    counts |= {"async_training": {"trigger_parameter_sync_step": trigger}}
+    return config_of(directory, resume=True, **counts)
 
 
 def save_checkpoint(directory: Path, step: int, ledger: object) -> None:
@@ -47,7 +41,7 @@ def test_other_batches_and_versions_than_the_checkpoints_are_refused(
 ) -> None:
     ledger = {"version": 4, "trained": 80, "next": 90, "owed": [], "groups_per_version": 16}
     save_checkpoint(tmp_path, 10, ledger)
-    wrong, right = config_of(tmp_path, batch=batch, trigger=trigger), config_of(tmp_path, batch=8, trigger=2)
+    wrong, right = resumed(tmp_path, batch=batch, trigger=trigger), resumed(tmp_path, batch=8, trigger=2)
     if is_edited:
         (tmp_path / "config.yaml").write_bytes(dump_run_config(wrong))
     before = [path.read_bytes() for path in tmp_path.glob("config.yaml")]
@@ -71,5 +65,5 @@ def test_other_batches_and_versions_than_the_checkpoints_are_refused(
 )
 def test_a_checkpoint_that_does_not_tell_its_batches_may_be_resumed(tmp_path: Path, ledger: object) -> None:
     save_checkpoint(tmp_path, 10, ledger)
-    with claimed_directory(config_of(tmp_path, batch=4, trigger=2)):
+    with claimed_directory(resumed(tmp_path, batch=4, trigger=2)):
         pass

@@ -13,8 +13,8 @@ import yaml
 
 from hwrl.errors import ConfigError
 from hwrl.run.config import Config, dump_config, dump_run_config, load_config, parse_config
+from tests.support.run_config import MINIMAL, load, write_config
 
-MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 NAN, INFINITE = float("nan"), float("inf")
 
 MAY_BE_ZERO = {
@@ -93,7 +93,7 @@ def with_value(key: str, value: object) -> dict[str, Any]:
     section, _, inner = key.rpartition(".")
     if not section:
         return {**MINIMAL, key: value}
-    return {**MINIMAL, section: {**MINIMAL.get(section, {}), inner: value}}  # type: ignore[dict-item] # sections are dicts
+    return {**MINIMAL, section: {**MINIMAL.get(section, {}), inner: value}}
 
 
 @pytest.mark.parametrize(("key", "schema"), [pytest.param(*field, id=field[0]) for field in fields()])
@@ -119,11 +119,8 @@ def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any])
     ],
 )
 def test_bad_values_are_refused_in_words_too(tmp_path: Path, word: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    load_config(path)
     with pytest.raises(ConfigError, match=rf"has 1 mistake\n  why: {word.partition('=')[0]}"):
-        load_config(path, [word])
+        load(tmp_path, word)
 
 
 _NESTED = "".join(f"- &a{i} {'[' * 150}{f'*a{i - 1}' if i else 0}{']' * 150}\n" for i in range(11))
@@ -177,8 +174,7 @@ def test_floats_are_those_of_yaml_1_2_and_read_back_the_same(tmp_path: Path, tex
 
 @pytest.mark.parametrize("text", ["0100", "-010", "+07", "089", "00", "0_7"])
 def test_an_integer_with_a_leading_zero_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "some.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
+    path = write_config(tmp_path)
     with pytest.raises(ConfigError, match=rf"'train\.steps={re.escape(text)}' cannot be read(.|\n)*leading zero"):
         load_config(path, [f"train.steps={text}"])
     path.write_text(yaml.safe_dump(MINIMAL) + f"train:\n  steps: {text}\n")
@@ -209,29 +205,6 @@ def test_an_override_changes_no_other_section_of_the_same_alias(tmp_path: Path) 
     assert (rollout.workflow_options, rollout.engine_options) == ({"level": 1}, {"level": 7})
 
 
-def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError, match=r"reward\.threads: there is no such key, did you mean reward\.workers"):
-        load_config(path, ["reward.threads=2"])
-
-
-@pytest.mark.parametrize(
-    ("word", "likely"),
-    [
-        ("train.learning_rate=1", "optimizer.learning_rate or critic.learning_rate?"),
-        ("rollout.steps=1", "train.steps?"),
-        ("train.stps=1", "train.steps?"),
-    ],
-)
-def test_an_unknown_key_is_told_with_the_likely_ones(tmp_path: Path, word: str, likely: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError) as told:
-        load_config(path, [word])
-    assert f"did you mean {likely}\n" in str(told.value)
-
-
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
@@ -243,18 +216,11 @@ def test_an_unknown_key_is_told_with_the_likely_ones(tmp_path: Path, word: str, 
     ],
 )
 def test_a_path_without_a_configuration_is_told_with_the_likely_one(tmp_path: Path, given: str, advice: str) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL))
+    write_config(tmp_path)
     os.mkfifo(tmp_path / "a.yaml")
     with pytest.raises(ConfigError) as told:
         load_config(tmp_path / given)
     assert told.value.fix == advice.format(tmp_path)
-
-
-def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError, match=r"the value in 'goals=.*' cannot be read\n  why: the key 'x' occurs twice"):
-        load_config(path, ["goals={x: 1, x: 2}"])
 
 
 def fifo(path: Path) -> None:

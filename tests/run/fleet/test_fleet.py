@@ -13,16 +13,6 @@ from hwrl.errors import EngineError
 from hwrl.run.fleet import Fleet
 
 
-def test_the_driver_sleeps_while_all_replicas_pause_before_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept_s: list[float] = []
-    clock = SimpleNamespace(sleep=slept_s.append, monotonic=lambda: 0.0)
-    monkeypatch.setattr("hwrl.run.fleet.time", clock)
-    fleet = SimpleNamespace(
-        replicas=SimpleNamespace(answers=[]), _check_processes=None, _raise_postponed=int, _postponing=lambda act: None
-    )
-    assert Fleet.watch(cast(Any, fleet), []) == [] and slept_s == [1.0]
-
-
 class SavingTrainers:
     """A rank whose close returns after ``polls`` polls; a checkpoint is being saved in the background meanwhile."""
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from hwrl.errors import EngineError, InputChangedError
-from hwrl.run.config import parse_config
 from hwrl.run.ledger import ForgottenReplica
 from hwrl.run.replica import Replica
 from hwrl.run.replicas import Replicas, RestartPlan
+from tests.support.run_config import config_of
 
 
 class StandInRemote:
@@ -105,16 +105,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, *set_up_errors: Exception | None, 
     monkeypatch.setattr("hwrl.run.replicas.RestartPlan", plan)
     monkeypatch.setattr(StandInRemote, "set_up_errors", set_up_errors)
     monkeypatch.setattr(StandInRemote, "remotes", ())
-    config = parse_config(
-        {
-            "dir": "run",
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "reward": {"function": "m:f"},
-            "rollout": rollout,
-            "timeouts": {"start_s": 0.1},
-        }
-    )
+    config = config_of(rollout=rollout, timeouts={"start_s": 0.1})
     logged: list[str] = []
     withdrawn: list[str] = []
     finished: set[str] = set()

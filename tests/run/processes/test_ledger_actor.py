@@ -13,25 +13,20 @@ import pytest
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease, UntrainedPrompts
-from hwrl.run.config import Config, parse_config
 from hwrl.run.ledger import EMPTY_LEDGER, BatchInfo, LedgerActor
+from tests.support.run_config import config_of
 from tests.support.single_turns import join_responses
 
 
-def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> Config:
+def ledger(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> LedgerActor:
     algorithm = {"filter_groups": True, "max_filtered_in_a_row": filtered_in_a_row} if filtered_in_a_row else {}
-    return parse_config(
-        {
-            "algorithm": algorithm,
-            "dir": "run",
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "reward": {"function": "m:f", "timeout_s": 300},
-            "rollout": {"n": 2, "on_failure": on_failure, "max_attempts": 1, "group_timeout_s": 10},
-            "train": {"steps": 3, "batch_groups": 2},
-            "async_training": {"staleness_threshold": 0},
-        }
+    config = config_of(
+        algorithm=algorithm,
+        rollout={"n": 2, "on_failure": on_failure, "max_attempts": 1, "group_timeout_s": 10},
+        train={"steps": 3, "batch_groups": 2},
+        async_training={"staleness_threshold": 0},
     )
+    return LedgerActor(config)
 
 
 def finished(lease: PromptLease) -> PromptGroup:
@@ -56,7 +51,7 @@ async def begin(actor: LedgerActor) -> asyncio.Task[object]:
 
 def test_prompts_of_a_forgotten_replica_go_to_others() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         batch = await begin(actor)
         held = await actor.lease(2, "a#0")
         waiting = asyncio.create_task(actor.lease(2, "a#0"))  # its next request, still open when it dies
@@ -76,7 +71,7 @@ def test_prompts_of_a_forgotten_replica_go_to_others() -> None:
 
 def test_an_abandoned_take_takes_nothing() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         abandoned = await begin(actor)
         leases = await actor.lease(2, "a#0")
         await actor.abandon_take()
@@ -90,7 +85,7 @@ def test_an_abandoned_take_takes_nothing() -> None:
 
 def test_a_resume_ends_a_take_that_waits_for_the_lost_timeline() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         abandoned = await begin(actor)
         await actor.load_state_dict({"version": 1, "trained": 2, "next": 2, "owed": []}, 1)
         assert await abandoned == ([], None)
@@ -108,7 +103,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_replicas_without_progress_on_a_prompt_are_named_and_lose_it(clock: SimpleNamespace) -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         await begin(actor)
         (lease,) = await actor.lease(1, "a#0")
         for clock.now_s in (8.0, 16.0):
@@ -124,7 +119,7 @@ def test_replicas_without_progress_on_a_prompt_are_named_and_lose_it(clock: Simp
 
 def test_a_forgotten_replica_reports_no_progress(clock: SimpleNamespace) -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         await begin(actor)
         await actor.forget("a#0")
         leases = await actor.lease(2, "b#1")
@@ -138,7 +133,7 @@ def test_a_forgotten_replica_reports_no_progress(clock: SimpleNamespace) -> None
 
 def test_a_batch_comes_with_the_prompts_that_were_filtered_or_failed() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of(filtered_in_a_row=9, on_failure="skip"))
+        actor = ledger(filtered_in_a_row=9, on_failure="skip")
         batch = await begin(actor)
         first, second = await actor.lease(2, "a#0")
         await actor.complete([replace(finished(first), rewards=np.ones(2, dtype=np.float32))], "a#0", {})
@@ -153,7 +148,7 @@ def test_a_batch_comes_with_the_prompts_that_were_filtered_or_failed() -> None:
 
 def test_a_stream_without_variance_ends_the_run() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of(filtered_in_a_row=1))
+        actor = ledger(filtered_in_a_row=1)
         batch = await begin(actor)
         for lease in await actor.lease(2, "a#0"):
             await actor.complete([replace(finished(lease), rewards=np.ones(2, dtype=np.float32))], "a#0", {})
@@ -165,7 +160,7 @@ def test_a_stream_without_variance_ends_the_run() -> None:
 
 def test_an_error_that_was_to_end_the_run_is_forgotten_with_the_state() -> None:
     async def scene() -> None:
-        actor = LedgerActor(config_of())
+        actor = ledger()
         batch = await begin(actor)
         (lease,) = await actor.lease(1, "a#0")
         await actor.fail(lease, "no judge")

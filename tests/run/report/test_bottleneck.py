@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hwrl.run.cluster.placement import DeviceCounts, assign_devices
-from hwrl.run.config import load_config
 from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import Metrics
 from hwrl.run.report.bottleneck import busy_shares
 from hwrl.run.report.steps import StepRates
 from hwrl.run.report.summary import summarise
+from tests.support.run_config import config_of
 
 
 def line(*, wall_s: float, train_s: float, generate_s: float, replicas: int = 2) -> Metrics:
@@ -87,11 +87,9 @@ def test_undone_steps_and_a_recovery_count_neither_for_the_bottleneck_nor_for_a_
 
 
 def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: Path) -> None:
-    path = tmp_path / "some.yaml"
-    path.write_text(f"dir: {tmp_path}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
     speed = {"perf/train_tokens_per_s_per_device": 45415.0, "perf/mfu": 0.49, "perf/tokens_per_s_per_device": 4000.0}
     history = [{**line(wall_s=10.0, train_s=4.0, generate_s=19.0), **speed}]
-    text = summarise(load_config(path), history, interrupted=False).text
+    text = summarise(config_of(tmp_path), history, interrupted=False).text
     assert (
         "bottleneck: rollout, busy 95% of the time; trainer 40%; wall time is 1.05 × the busy time of the busier side"
         in text

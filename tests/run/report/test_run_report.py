@@ -18,13 +18,13 @@ import pytest
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
-from hwrl.run.config import Config, load_config
 from hwrl.run.ledger import BatchInfo
 from hwrl.run.report import METRICS, PROMPTS, PlainView, read_metrics
 from hwrl.run.report.run_report import RunReport
 from hwrl.run.report.steps import StepRates
 from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
+from tests.support.run_config import config_of
 
 METRICS_OF_A_STEP = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "weights/version": 3.0}
 
@@ -88,11 +88,11 @@ def test_a_resume_tells_which_steps_are_not_in_the_account(
     ]
     steps = [line["step"] for line in report.history]
     assert steps == sorted(steps) and steps[-1] == 6
-    assert "after step 6" in summarise(configured(tmp_path), report.history, interrupted=True).text
+    assert "after step 6" in summarise(config_of(tmp_path), report.history, interrupted=True).text
 
 
 def test_the_summary_tells_the_goals_and_what_to_do_next(tmp_path: Path) -> None:
-    config = configured(tmp_path).model_copy(update={"goals": {"reward/mean": 0.9}})
+    config = config_of(tmp_path, goals={"reward/mean": 0.9})
     (tmp_path / "model").mkdir()
     told = summarise(config, [{"step": 9.0, "time_s": 1.0, "reward/mean": 0.95}], interrupted=False).text
     assert "goals reached: reward/mean is 0.95, the goal was 0.9" in told
@@ -101,12 +101,6 @@ def test_the_summary_tells_the_goals_and_what_to_do_next(tmp_path: Path) -> None
     assert "goal missed: reward/mean is 0.5" in told
     longer = 2 * config.train.steps
     assert f"hwrl train {tmp_path / 'config.yaml'} resume=true train.steps={longer}" in told
-
-
-def configured(directory: Path) -> Config:
-    path = directory / "some.yaml"
-    path.write_text(f"dir: {directory}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
-    return load_config(path)
 
 
 def test_an_account_that_is_gone_is_told_of_too(tmp_path: Path) -> None:

@@ -14,19 +14,18 @@ import pytest
 
 from hwrl.errors import ConfigError, DataError, EngineError
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
-from hwrl.run.config import Config, load_config
+from hwrl.run.config import Config
 from hwrl.run.report.run_report import RunReport
 from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
 from hwrl_trackers.tensorboard import TensorboardTracker
+from tests.support.run_config import load
 
 DOCS = Path(__file__).parents[3] / "docs"
 RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {}, 0)
 
 
 def configured(directory: Path, *words: str) -> Config:
-    path = directory / "some.yaml"
-    path.write_text(f"dir: {directory}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
-    return load_config(path, words)
+    return load(directory, f"dir={directory}", *words)
 
 
 class Recorder(Tracker):
@@ -294,19 +293,6 @@ def test_a_tracker_that_has_ended_is_dropped() -> None:
         current.log({}, step=step)
     assert [ref() for ref in gone] == [None] * 3
     current.finish("finished")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["report.trackers=[tensorboard,tensorboard]"], "has the same name twice"),
-        (["report.tracker_options={wandb: {}}"], "not for wandb"),
-        (["report={trackers: [], tracker_options: {tensorboard: {a: 1}}}"], "not for tensorboard"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        configured(tmp_path, *words)
 
 
 def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -> None:
