@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_face
+from hwrl.lazy import lazy_face
 
 __version__ = "0.2.0"
 
@@ -22,7 +22,5 @@ if TYPE_CHECKING:
     from hwrl.interfaces import ProbeContext as ProbeContext
     from hwrl.interfaces import ProbeResult as ProbeResult
 
-_MODULE_OF = names_of_face(__name__)
-__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604 - they are strings
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_face(__name__)
+__all__ += ["__version__"]

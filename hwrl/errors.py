@@ -33,9 +33,10 @@ HwrlError
 
 from __future__ import annotations
 
+import difflib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _WHY_CHARACTERS = 300
@@ -212,6 +213,16 @@ def note(error: BaseException, later: Exception) -> None:
     text = f"{type(later).__name__}: {message_of(later)}"
     if message_of(later) != message_of(error) and f"then {text}" not in getattr(error, "__notes__", []):
         error.add_note(f"then {text}")
+
+
+def did_you_mean(name: str, known: Collection[str], *, otherwise: str = "") -> str:
+    """Return the question whether the most similar of the ``known`` names was meant; ``otherwise`` if none is similar.
+
+    >>> did_you_mean("cup", ["cpu", "other"]), did_you_mean("x", ["cpu"], otherwise="remove it")
+    ("did you mean 'cpu'?", 'remove it')
+    """
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def with_notes(error: BaseException) -> str:

@@ -30,14 +30,15 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[st
     return get, lambda: [*vars(sys.modules[package]), *module_of]
 
 
-def names_of_face(package: str) -> dict[str, str]:
-    """Return the module of each name, for :func:`lazy_names`: those that ``package`` imports for type checkers.
+def lazy_face(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the names that ``package`` imports for type checkers.
 
     Its ``__init__.py`` says each name once, as ``from package.module import name as name`` in ``if TYPE_CHECKING:``.
     """
     source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
     line = rf"^    from {re.escape(package)}\.(\S+) import (\w+) as \2$"
-    return {name: module for module, name in re.findall(line, source, re.MULTILINE)}
+    module_of = {name: module for module, name in re.findall(line, source, re.MULTILINE)}
+    return *lazy_names(package, module_of), [*module_of]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from hwrl.errors import DataError, message_of, short_repr
+from hwrl.errors import DataError, did_you_mean, message_of, short_repr
 
 _loaded: dict[str, tuple[bytes, Any]] = {}
 """The modules made from sources, with their sources: two functions of one file share its module."""
@@ -67,8 +66,7 @@ def function_file(target: str) -> Path | None:
 
 def _fix_for_name(module: Any, *, name: str) -> str:
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    close = difflib.get_close_matches(name, functions, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name another function"
+    return did_you_mean(name, functions, otherwise=f"define {name!r} there, or name another function")
 
 
 def _load_module(name: str, key: str, source: bytes | None) -> Any:

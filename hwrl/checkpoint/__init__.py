@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_face
+from hwrl.lazy import lazy_face
 
 if TYPE_CHECKING:
     from hwrl.checkpoint.directory import TRACKER_NAME as TRACKER_NAME
@@ -45,7 +45,4 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.shards import LocalShards as LocalShards
     from hwrl.checkpoint.staging import SaveTuning as SaveTuning
 
-_MODULE_OF = names_of_face(__name__)
-__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_face(__name__)

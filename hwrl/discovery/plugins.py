@@ -6,7 +6,6 @@ plugin module. A run imports only the named plugins.
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint
@@ -15,7 +14,7 @@ from typing import Any
 import pluggy
 
 from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, call_hook, load_hooks
-from hwrl.errors import ConfigError, EngineError
+from hwrl.errors import ConfigError, EngineError, did_you_mean
 
 PLUGIN_ENTRY_POINTS = "hwrl.plugins"
 """The entry-point group of plugins."""
@@ -83,10 +82,9 @@ def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterato
 
 
 def _unknown(name: str, asked_by: str, known: list[str]) -> ConfigError:
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    suggestion = f"did you mean {close[0]!r}? " if close else ""
+    likely = did_you_mean(name.lower(), known)
     return ConfigError(
         f"{asked_by}={name} is not possible",
         why=f"the installed names are {', '.join(known)}",
-        fix=f"{suggestion}choose an installed name, or install the package with {name!r}",
+        fix=f"{likely} choose an installed name, or install the package with {name!r}".lstrip(),
     )

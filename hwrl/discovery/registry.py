@@ -36,6 +36,7 @@ from hwrl.errors import (
     BackendUnavailableError,
     ConfigError,
     HwrlError,
+    did_you_mean,
 )
 from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult, RolloutSettings
 from hwrl.interfaces.probing import PROBE_ROOT
@@ -314,14 +315,13 @@ class Registry:
 
     def _not_found(self, name: str, *, asked_by: str) -> BackendNotFoundError:
         known = self._plugins().names()
-        close = difflib.get_close_matches(str(name).lower(), known, n=1)
-        suggestion = f"did you mean {close[0]!r}? " if close else ""
+        likely = did_you_mean(str(name).lower(), known)
         # This only collects load failures for the message: one may explain the missing name.
         failures = "".join(f"; {failure}" for failure in self.survey().failures)
         return BackendNotFoundError(
             f"there is no backend {name!r}",
             why=f"{asked_by} asks for it, but the installed names are {', '.join(known) or '(none)'}{failures}",
-            fix=f"{suggestion}choose an installed name, or install the package with {name!r}",
+            fix=f"{likely} choose an installed name, or install the package with {name!r}".lstrip(),
         )
 
 

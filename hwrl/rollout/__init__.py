@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_face
+from hwrl.lazy import lazy_face
 
 if TYPE_CHECKING:
     from hwrl.rollout.chat import ChatTokens as ChatTokens
@@ -83,7 +83,4 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
     from hwrl.rollout.workflow import load_workflow as load_workflow
 
-_MODULE_OF = names_of_face(__name__)
-__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_face(__name__)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_face
+from hwrl.lazy import lazy_face
 
 if TYPE_CHECKING:
     from hwrl.run.cluster.nodes import ClusterNode as ClusterNode
@@ -57,7 +57,4 @@ if TYPE_CHECKING:
     from hwrl.run.settings import make_ledger as make_ledger
     from hwrl.run.settings import rollout_settings as rollout_settings
 
-_MODULE_OF = names_of_face(__name__)
-__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_face(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwrl.lazy import lazy_names, names_of_face
+from hwrl.lazy import lazy_face
 
 if TYPE_CHECKING:
     from hwrl.testing.conformance import run_kit as run_kit
@@ -24,7 +24,4 @@ if TYPE_CHECKING:
     from hwrl.testing.subject import find_subject as find_subject
     from hwrl.testing.subject import installed_names as installed_names
 
-_MODULE_OF = names_of_face(__name__)
-__all__ = [*_MODULE_OF]  # noqa: PLE0604 - they are strings
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_face(__name__)

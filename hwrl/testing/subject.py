@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hwrl.discovery import BACKEND_ENTRY_POINTS, load_hook, plugins_with_hook
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, did_you_mean
 from hwrl.testing.levels import Kind
 
 if TYPE_CHECKING:
@@ -99,9 +98,8 @@ def installed_names(kind: Kind) -> list[str]:
 
 def _unknown(name: str, kind: Kind | None) -> ConfigError:
     known = sorted({name for each in Kind if kind in (None, each) for name in installed_names(each)})
-    close = difflib.get_close_matches(name.lower(), known, n=1)
     return ConfigError(
         f"there is no {kind or 'backend, engine or transport'} {name!r}",
         why=f"installed are {', '.join(known)}",
-        fix=(f"did you mean {close[0]!r}? " if close else "") + "choose one of them, or install its package",
+        fix=f"{did_you_mean(name.lower(), known)} choose one of them, or install its package".lstrip(),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hwrl.errors import did_you_mean
 from hwrl_bench.arguments import add_json, positive_float, positive_int
 from hwrl_bench.payloads import DESCRIPTIONS, MIXTURES
 from hwrl_bench.result import machine_line, provenance, report, unmeasured_lines
@@ -57,8 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _peer(name: str) -> str:
     if name == "all" or name in PEERS:
         return name
-    close = difflib.get_close_matches(name, PEERS, n=1)
-    known = f"did you mean {close[0]!r}?" if close else f"choose all, or some of {', '.join(PEERS)}"
+    known = did_you_mean(name, PEERS, otherwise=f"choose all, or some of {', '.join(PEERS)}")
     raise argparse.ArgumentTypeError(f"there is no peer {name!r}; {known}")
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,10 @@ def parse_options(options: Mapping[str, Any]) -> MegatronOptions:
     known = [field.name for field in fields(MegatronOptions)]
     for key, value in options.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
             raise ConfigError(
                 f"there is no option train.engine_options.{key}",
                 why=f"train.engine=megatron knows {', '.join(known)}",
-                fix=f"did you mean {close[0]!r}?" if close else "remove it",
+                fix=did_you_mean(key, known, otherwise="remove it"),
             )
         if type(value) is not int or value < 1:
             raise ConfigError(

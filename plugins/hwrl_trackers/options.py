@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hwrl.errors import ConfigError, EngineError
+from hwrl.errors import ConfigError, EngineError, did_you_mean
 
 
 def check_tracker(
@@ -26,11 +25,10 @@ def check_tracker(
         )
     for option in options:
         if option not in known:
-            close = difflib.get_close_matches(option, known, n=1)
             raise ConfigError(
                 f"report.tracker_options.{name}.{option} is not possible",
                 why=f"the options are {', '.join(sorted(known))}" if known else "it has no options",
-                fix=f"did you mean {close[0]!r}?" if close else "remove it",
+                fix=did_you_mean(option, known, otherwise="remove it"),
             )
 
 

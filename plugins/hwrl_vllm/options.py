@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import multiprocessing
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.discovery import engine_args
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, did_you_mean
 from hwrl.interfaces import Capability
 from hwrl_vllm.lora import lora_arguments
 
@@ -177,9 +176,8 @@ def _check(name: str, known: Collection[str] | None) -> None:
     elif name in _FIXED:
         why, fix = f"updates and log-probabilities are right only with {_FIXED[name]!r}", "remove it"
     elif known is not None and name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
         why = "this version of vLLM has no such engine argument"
-        fix = f"did you mean {close[0]!r}?" if close else "remove it"
+        fix = did_you_mean(name, known, otherwise="remove it")
     else:
         return
     raise ConfigError(f"rollout.engine_options.{name} cannot be set", why=why, fix=fix)

@@ -56,7 +56,7 @@ def test_a_mixture_is_trained_and_a_dead_replica_costs_an_evaluation_nothing(
     run.wait_for_output("a new replica starts")
     (demo / "go").touch()
     assert run.wait() == 1, run.output()
-    assert "did you mean eval/hard/reward?" in run.output() and run.output().count("is not the name of a metric") == 1
+    assert "did you mean 'eval/hard/reward'?" in run.output() and run.output().count("is not the name of a metric") == 1
     assert "was lost" not in run.output()
     assert_whole(run)
     last = run.metrics()[-1]

@@ -49,7 +49,7 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     run = start("async_training.staleness_threshold=2", "train.profile_steps=[7,8]", "eval.before_training=true", goals)
     assert run.wait() == 1, run.output()
     assert "goal missed: eval/exact" in run.output()
-    said = "the goal 'eval/exat' is not the name of a metric so far; did you mean eval/exact?\n"
+    said = "the goal 'eval/exat' is not the name of a metric so far; did you mean 'eval/exact'?\n"
     assert run.output().count("is not the name of a metric") == 1 and said in run.output().partition("step 24/24")[0]
     assert_whole(run)
     untrained, *metrics = run.metrics()

@@ -8,7 +8,6 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 REPO = Path(__file__).parents[2]
 CORE = sorted((REPO / "hwrl").rglob("*.py"))
@@ -69,8 +68,8 @@ def public_names(package: str) -> list[str]:
 def exported_names(path: Path) -> list[str] | None:
     """Return the ``__all__`` of the file as it is written; None if it is computed.
 
-    A face has no ``__all__``, or one with ``*_MODULE_OF``: it exports the names that it imports ``as`` themselves. A
-    single file exports the public names that it defines.
+    A face writes no ``__all__``: it exports the names that it imports ``as`` themselves, and its version. A single
+    file exports the public names that it defines.
     """
     values: dict[str, ast.expr | None] = {}
     defined = []
@@ -82,9 +81,9 @@ def exported_names(path: Path) -> list[str] | None:
     if path.stem != "__init__":
         return [name for name in [*values, *defined] if not name.startswith("_")]
     written = values.get("__all__")
-    if "__all__" not in values or "*_MODULE_OF" in ast.unparse(cast(ast.expr, written)):
-        own = [] if written is None else ast.literal_eval(ast.unparse(written).replace("*_MODULE_OF", ""))
+    if "__all__" not in values:
         aliases = [one for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for one in node.names]
+        own = [name for name in values if name == "__version__"]
         return [*own, *(one.name for one in aliases if one.name == one.asname)] or None
     try:
         return None if written is None else list(ast.literal_eval(written))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
+from hwrl.errors import did_you_mean
 from hwrl.files import local_path
 from hwrl.rollout import HUB
 
@@ -124,9 +124,8 @@ def built_in_or_function(names: Sequence[str], elsewhere: Mapping[str, str]) -> 
             return value
         if value in elsewhere:
             raise ValueError(elsewhere[value])
-        close = difflib.get_close_matches(value, names, n=1)
-        advice = f", did you mean {close[0]}?" if close else ""
-        raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{advice}")
+        advice = f"Input should be {', '.join(names)}, package.module:function or file.py:function"
+        raise ValueError(", ".join(filter(None, [advice, did_you_mean(value, names)])))
 
     return check
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hwrl.errors import did_you_mean
 from hwrl.run.config import RUN_CONFIG, Config
 from hwrl.run.invocation import invoked
 from hwrl.run.report.bottleneck import busy_shares, describe_waits
@@ -57,7 +57,7 @@ def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence
     ``eval_sets`` has the names of the evaluation data sets; a single set has an empty name.
 
     >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, eval_sets=[""])
-    ["the goal 'eval/exat' is not the name of a metric so far; did you mean eval/exact?"]
+    ["the goal 'eval/exat' is not the name of a metric so far; did you mean 'eval/exact'?"]
     """
     rewards = [name.partition("/")[2] for name in line if name.startswith("reward/")]
     own = {"reward", *rewards} - {"mean", "std"}
@@ -70,9 +70,8 @@ def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence
     for name in goals:
         if name in known or name.startswith(passes):
             continue
-        close = difflib.get_close_matches(name, known, n=1)
-        suggestion = f"; did you mean {close[0]}?" if close else ""
-        sentences.append(f"the goal {name!r} is not the name of a metric so far{suggestion}")
+        sentence = f"the goal {name!r} is not the name of a metric so far"
+        sentences.append("; ".join(filter(None, [sentence, did_you_mean(name, known)])))
     return sentences
 
 
