@@ -15,8 +15,8 @@ from hwrl.discovery.loading import (
     LoadFailure,
     PluginFault,
     call_hook,
-    in_one_line,
     load_hooks,
+    reason_of,
     run_plugin_code,
 )
 from hwrl.discovery.typed import type_mismatch
@@ -80,7 +80,7 @@ class Commands:
             commands = run_plugin_code(lambda: tuple(answer or ()))
             wrong = type_mismatch(commands, tuple[Command, ...], name="its answer") or _why_not_added(commands)
         except (PluginFault, HwrlError) as fault:
-            wrong = in_one_line(fault)
+            wrong = reason_of(fault)
         if not wrong:
             return commands
         self.problems.append(f"no commands of the plugin {plugin!r}: {wrong}")

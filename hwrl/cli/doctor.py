@@ -18,7 +18,7 @@ from typing import Any
 from hwrl import __version__
 from hwrl.cli import deepcheck, livecheck
 from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
-from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
+from hwrl.discovery.loading import Plugin, PluginFault, reason_of, run_plugin_code
 from hwrl.discovery.registry import TORCH_EXTENSIONS
 from hwrl.discovery.rehearsal import why_unsafe
 from hwrl.discovery.typed import type_mismatch
@@ -113,7 +113,7 @@ def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
     try:
         found = run_plugin_code(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
     except (PluginFault, HwrlError) as fault:
-        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {in_one_line(fault)}")]
+        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {reason_of(fault)}")]
     return [_checked(plugin, finding) for finding in found]
 
 

@@ -29,18 +29,16 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
     """
     timeout_s = scaled(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        report, errors = Path(folder) / "report.json", Path(folder) / "stderr"
+        report = Path(folder) / "report.json"
         words = ["-m", "hwrl.cli.livecheck", str(report)]
-        with errors.open("wb") as stderr:
-            status = run_python(words, limit_s=timeout_s, stderr=stderr, env={BACKEND_VARIABLE: name})
+        status, last = run_python(words, limit_s=timeout_s, env={BACKEND_VARIABLE: name})
         if status is None:
             why = f"the check did not end within {timeout_s:g} s, and was killed: it is too slow or stuck"
             return {"ok": False, "slow": True, "why": why}
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text())
             return found
-        last = errors.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        return {"ok": False, "why": f"the check ended with status {status}: {' | '.join(last)}"}
+        return {"ok": False, "why": f"the check ended with status {status}: {' | '.join(last[-_LAST_LINES:])}"}
 
 
 def _report() -> dict[str, Any]:
@@ -71,7 +69,8 @@ def _why_unusable(backend: Backend) -> str:
     import torch
 
     from hwrl.memory.pagelock import host_empty
-    from hwrl.testing.glance import wrong_at_a_glance
+    from hwrl.testing.compute import ATTENTIONS, why_refused, wrong_attention, wrong_training
+    from hwrl.testing.varlen import PACKED, wrong_varlen
 
     absent = backend.why_no_device()
     if absent:
@@ -90,8 +89,13 @@ def _why_unusable(backend: Backend) -> str:
     backend.synchronize()
     if not bool((back == 2).all()):
         return "a copy from host memory did not arrive on the device"
+    wrong: list[str] = []
     try:
-        wrong = wrong_at_a_glance(backend)
+        for dtype in (torch.float32, torch.bfloat16):  # a small part of the conformance kit, within a second
+            if dtype is torch.float32 or not why_refused(backend, dtype):
+                wrong += wrong_attention(backend, ATTENTIONS["causal"], dtype)
+                wrong += wrong_varlen(backend, PACKED["grouped"], dtype)
+                wrong += wrong_training(backend, dtype, step=False)
     except RuntimeError as exc:
         return f"a small model fails on the device: {type(exc).__name__}: {str(exc).splitlines()[0]}"
     return f"a small model computes wrong numbers: {'; '.join(wrong[:_SHOWN])}" if wrong else ""

@@ -54,8 +54,8 @@ def one_line(text: str) -> str:
     return printable(" ".join(str.__str__(text)[:_MOST_CHARACTERS].split()))
 
 
-def in_one_line(fault: Exception) -> str:
-    """Return a PluginFault, or a plugin's HwrlError, in one line."""
+def reason_of(fault: Exception) -> str:
+    """Return the reason in a PluginFault, or in a HwrlError of a plugin, in one line."""
     if isinstance(fault, HwrlError):
         return one_line(f"{type(fault).__name__}: {fault.what}: {fault.why}")
     return str(fault)
@@ -144,7 +144,7 @@ class Installed(Generic[_LoadedT]):
                 raise PluginFault(one_line(unsafe))
             return run_plugin_code(lambda: self._load(entry, names))
         except (PluginFault, HwrlError) as fault:
-            return LoadFailure(names, entry.value, _distribution(entry), in_one_line(fault))
+            return LoadFailure(names, entry.value, _distribution(entry), reason_of(fault))
 
     def load_all(self) -> list[_LoadedT | LoadFailure]:
         """Load every entry point; return each result and each failure once, however many names it has."""

@@ -24,9 +24,9 @@ from hwrl.discovery.loading import (
     Plugin,
     PluginFault,
     call_hook,
-    in_one_line,
     load_backend,
     one_line,
+    reason_of,
 )
 from hwrl.errors import (
     BackendAlreadyChosenError,
@@ -332,7 +332,7 @@ def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
         answer = call_hook(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
         result = replace(answer, reason=one_line(answer.reason), evidence=tuple(map(one_line, answer.evidence)))
     except (PluginFault, HwrlError) as fault:
-        result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
+        result, faulty = ProbeResult("unknown", f"its plugin is broken: {reason_of(fault)}"), True
     return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)
 
 

@@ -29,22 +29,20 @@ def why_unsafe(entry: EntryPoint, hook: str) -> str:
     if entry.dist is None or entry.dist.name == "hwrl" or key in passed:
         return ""
     with tempfile.TemporaryDirectory() as folder:
-        progress, errors = Path(folder, "progress"), Path(folder, "stderr")
+        progress = Path(folder, "progress")
         code = "import sys; from hwrl.discovery import rehearsal; rehearsal.rehearse(*sys.argv[1:])"
         place = [entry.group, entry.name, entry.value, hook, str(progress)]
-        with errors.open("wb") as stderr:
-            status = run_python(["-c", code, *place], limit_s=LIMIT_S, stderr=stderr)
+        status, last = run_python(["-c", code, *place], limit_s=LIMIT_S)
         ended = f"ended its process with status {status} before it answered"
         if status is None:
             ended = f"did not answer within {LIMIT_S:g} s: it is too slow or stuck"
         stages = progress.read_text().splitlines() if progress.is_file() else ["start"]
-        last = errors.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
     if stages[-1] == _DONE:
         os.environ[REHEARSED] = ",".join(filter(None, [*passed, key]))
         return ""
     if stages[-1].startswith(_CHANGED):
         return f"its {stages[-2]} {stages[-1]}"
-    return ": ".join([f"its {stages[-1]} {ended}", *last])  # the last line often has the reason
+    return ": ".join([f"its {stages[-1]} {ended}", *last[-1:]])  # the last line often has the reason
 
 
 def rehearse(group: str, name: str, value: str, hook: str, file: str) -> None:

@@ -28,14 +28,12 @@ class MemoryCause:
     certain: bool = True
 
 
-def phase_nbytes(causes: Iterable[MemoryCause], phase: Phase, *, place: Place = "device", certain: bool = False) -> int:
-    """Return the bytes on ``place`` in ``phase``; with ``certain``, only the certain ones."""
-    return sum(
-        one.nbytes for one in causes if one.place == place and phase in one.phases and (one.certain or not certain)
-    )
+def phase_nbytes(causes: Iterable[MemoryCause], phase: Phase, *, place: Place = "device") -> int:
+    """Return the bytes on ``place`` in ``phase``."""
+    return sum(one.nbytes for one in causes if one.place == place and phase in one.phases)
 
 
-def peak_phase(causes: Iterable[MemoryCause], *, place: Place = "device", certain: bool = False) -> Phase:
+def peak_phase(causes: Iterable[MemoryCause], *, place: Place = "device") -> Phase:
     """Return the phase with the most bytes on ``place``."""
     known = list(causes)
-    return max(ALWAYS, key=lambda phase: phase_nbytes(known, phase, place=place, certain=certain))
+    return max(ALWAYS, key=lambda phase: phase_nbytes(known, phase, place=place))

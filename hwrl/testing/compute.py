@@ -32,6 +32,10 @@ _EPSILON = 1e-3
 _CHAINED, _TURNS = 1 << 21, 6
 _PAYS = 0.9  # a chain that a compiler has fused takes less than half the time
 
+ROWS = {"a row": (1, 64), "tokens": (37, 128), "heads": (5, 4, 96), "an odd width": (3, 200)}
+"""Shapes of the inputs of a backend's fused operations, in models' layers."""
+_NORM_EPS = 1e-6
+
 Operation = Callable[..., torch.Tensor]
 _Attend = Operation
 """``(query, key, value, *, visible, causal)``; ``visible`` is the mask of the keys, None for all keys."""
@@ -191,6 +195,27 @@ def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step
 def _with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the result ``out`` of an operation, and the gradients of its inputs, under their names."""
     return {"the result": out.detach()} | {f"the gradient of {name}": _gradient(leaf) for name, leaf in leaves.items()}
+
+
+def wrong_rms_norm(backend: Backend, rms_norm: Operation, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    """Return the errors of ``rms_norm`` and its gradients, one line each."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    x[..., ::2, :] *= 1e-3  # so small that eps changes the result in these rows
+    weight = 1 + torch.randn(shape[-1], generator=generator) / 4
+
+    def defined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + _NORM_EPS).sqrt() * weight
+
+    inputs = {"x": x.to(dtype), "weight": weight.to(dtype)}
+    return wrong_operation(backend, lambda x, weight: rms_norm(x, weight, _NORM_EPS), defined, inputs)
+
+
+def wrong_swiglu(backend: Backend, swiglu: Operation, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    """Return the errors of ``swiglu`` and its gradients, one line each."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: (2 * torch.randn(shape, generator=generator)).to(dtype) for name in ("gate", "up")}
+    return wrong_operation(backend, swiglu, lambda gate, up: gate / (1 + (-gate).exp()) * up, inputs)
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:

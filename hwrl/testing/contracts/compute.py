@@ -12,14 +12,16 @@ from hwrl.discovery import Registry
 from hwrl.interfaces import Backend, Capability, Kernels
 from hwrl.testing.compute import (
     ATTENTIONS,
+    ROWS,
     TOLERANCES,
     why_refused,
     wrong_attention,
     wrong_compiled,
+    wrong_rms_norm,
+    wrong_swiglu,
     wrong_training,
 )
 from hwrl.testing.contracts.need import need_claim
-from hwrl.testing.kernels import ROWS, wrong_rms_norm, wrong_swiglu
 from hwrl.testing.levels import Level
 from hwrl.testing.varlen import PACKED, why_not_fused, wrong_varlen
 
