@@ -22,8 +22,8 @@ def local_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
-def count(text: str) -> int:
-    """Return the number in ``text``, from 1 to 2**20."""
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= 1 << 20):
-        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a positive whole number up to 1048576")
+def count(text: str, *, most: int = 1 << 20) -> int:
+    """Return the number in ``text``, from 1 to ``most``."""
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a positive whole number up to {most}")
     return int(text)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import re
 from collections import Counter, defaultdict
 
 import pluggy
 
-from hwrl.discovery import PLUGIN_ENTRY_POINTS
-from hwrl.discovery.loading import (
-    Installed,
-    LoadFailure,
-    PluginFault,
-    call_hook,
-    load_hooks,
-    reason_of,
-    run_plugin_code,
-)
+from hwrl.discovery.loading import LoadFailure, PluginFault, call_hook, reason_of, run_plugin_code
+from hwrl.discovery.plugins import installed_plugins
 from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
@@ -61,9 +52,7 @@ class Commands:
         """Return the plugins' commands by name, each with its plugin."""
         if self._claims is None:
             self._claims = defaultdict(list)
-            installed = Installed(
-                importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks, first_hook="hwrl_commands"
-            )
+            installed = installed_plugins()
             # An alias is one more name of the same plugin: ask each plugin once.
             plugins = {id(installed.load(name)): (name, installed.load(name)) for name in installed.names()}
             for name, manager in plugins.values():

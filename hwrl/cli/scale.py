@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hwrl.cli.arguments import local_path
+from hwrl.cli.arguments import count, local_path
 
 HELP = "let rollout replicas join or leave a run while it goes on"
 
@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     from hwrl.run.config import MOST_PROCESSES
 
-    if not (text.isascii() and text.isdigit() and len(text) < 8) or not 0 < int(text) <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from 1 to {MOST_PROCESSES}")
-    return int(text)
+    return count(text, most=MOST_PROCESSES)
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,12 @@ from hwrl.errors import ConfigError, EngineError, did_you_mean
 
 PLUGIN_ENTRY_POINTS = "hwrl.plugins"
 """The entry-point group of plugins."""
-_FIRST_HOOK = "hwrl_commands"  # ``hwrl --help`` calls it
+
+
+def installed_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Installed[pluggy.PluginManager]:
+    """Return the installed plugins; none is loaded yet. ``entry_points`` default to those of all distributions."""
+    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS) if entry_points is None else entry_points
+    return Installed(found, load_hooks, first_hook="hwrl_commands")  # ``hwrl --help`` calls this hook
 
 
 def load_hook(
@@ -38,8 +43,7 @@ def load_hook(
     plugin is broken or lacks the hook. The function passes a HwrlError of the plugin on, and raises EngineError for
     any other exception.
     """
-    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS) if entry_points is None else entry_points
-    installed = Installed(found, load_hooks, first_hook=_FIRST_HOOK)
+    installed = installed_plugins(entry_points)
     if name not in installed.names():
         raise _unknown(name, asked_by, sorted({*built_in, *_with_hook(installed, hook)}))
     manager = installed.load(name)
@@ -70,8 +74,7 @@ def load_hook(
 
 def plugins_with_hook(hook: str) -> list[str]:
     """Return the names of the installed plugins with ``hook``, and of broken ones: their use shows the reason."""
-    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS)
-    return list(_with_hook(Installed(found, load_hooks, first_hook=_FIRST_HOOK), hook))
+    return list(_with_hook(installed_plugins(), hook))
 
 
 def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A trainer resumes only with the model and the data of its run, also from another path."""
+"""A trainer rank starts only with a model that fits, and resumes only with the model and the data of its run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import HwrlError
+from hwrl.errors import DeviceMemoryError, HwrlError
 from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
@@ -52,6 +52,15 @@ def set_in(config: Config, **settings: object) -> None:
     """Change the model's configuration."""
     path = config.model.path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_model_too_large_for_the_machine_is_refused_before_it_is_built(tmp_path: Path, address: str) -> None:
+    write_demo(tmp_path, seed=1, prompts=16)
+    config = config_of(tmp_path)
+    large = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    set_in(config, **large, layer_types=["full_attention"] * 100)
+    with pytest.raises(DeviceMemoryError, match=r"the run does not fit(.|\n)*hwrl plan CONFIG"):
+        rank_of(config, address)
 
 
 def test_a_moved_run_goes_on(moved: Config, address: str) -> None:

@@ -42,12 +42,12 @@ def test_replicas_join_and_leave_while_the_run_goes_on(start: Callable[..., Run]
     assert "1 → 2 replicas: replica-1 will join" in scale(run.directory, 2)
     assert replicas_in_config(run) == 2
     run.wait_for_output("rollout replica-1 joined")
-    joined = int(run.metrics()[-1]["step"])
-    run.wait_for_step(joined + 40)
+    run.wait_until(lambda: run.last_metrics().get("sync/receivers") == 2.0, 600.0, "version for both")
+    run.wait_for_step(int(run.metrics()[-1]["step"]) + 10)
     assert "replica-1 will leave" in scale(run.directory, 1)
     assert replicas_in_config(run) == 1
     run.wait_for_output("rollout replica-1 left")
-    run.wait_for_step(int(run.metrics()[-1]["step"]) + 10)
+    run.wait_until(lambda: run.last_metrics().get("sync/receivers") == 1.0, 600.0, "version for one")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.output()
     lines = run.metrics()

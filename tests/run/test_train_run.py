@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.speed import slow
-from tests.support.train_run import LORA, Run, assert_interrupted, assert_whole, sent, trained_prompts
+from tests.support.train_run import Run, assert_interrupted, assert_whole, trained_prompts
 
 pytestmark = pytest.mark.long(40)
 
@@ -121,75 +119,6 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
     assert "sync/base_sent" not in metrics[-1]
 
 
-@pytest.mark.extended  # test_seen_run.py: another run killed as a whole, with an adapter, too
-def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
-    """It trains an adapter, and before, a new replica got the base again."""
-    run = start("resume=true", *LORA)  # of nothing: it starts at the beginning
-    run.wait_for_step(5)
-    assert run.kill("ray::RolloutActor") == 1
-    run.wait_for_output("a new replica starts")
-    run.wait_for_step(13)
-    assert sum(sent(run, "base_sent")) == 2
-    assert run.kill() >= 4
-    run.wait()
-    last = run.metrics()[-1]["step"]
-    assert 13 <= last < 24
-    again = start("resume=true", *LORA)
-    assert again.wait() == 0, again.output()
-    assert "resumed after step 10" in again.output() or "resumed after step 15" in again.output()
-    assert_whole(again)
-
-
-@pytest.mark.extended  # each death is in another test, too
-def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint_or_to_the_beginning(
-    start: Callable[..., Run],
-) -> None:
-    run = start("checkpoint.save_every_steps=10")
-    run.wait_for_step(3)
-    assert run.kill("ray::TrainActor") == 1
-    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): starting at step 0")
-    assert "last checkpoint" not in run.output()
-    run.wait_for_step(7)
-    assert run.kill("ray::RolloutActor") == 1
-    run.wait_for_output("a new replica starts")
-    run.wait_for_step(12)
-    assert run.kill("ray::TrainActor") == 1
-    assert run.wait() == 0, run.output()
-    assert run.output().count("a trainer died") == 2
-    assert "resumed after step 10" in run.output()
-    assert_whole(run)
-
-
-@pytest.mark.extended  # test_rollouter.py: a slow reward holds up neither generation nor weights
-def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
-    (demo / "slow.py").write_text(
-        "import os, time\n"
-        "from pathlib import Path\n"
-        "running = Path(__file__).with_name('running')\n"
-        "def reward(prompt, response, answer):\n"
-        "    mine = running / str(os.getpid())\n"
-        "    mine.touch()\n"
-        "    at_once = len(os.listdir(running))\n"
-        "    time.sleep(0.2)\n"
-        "    mine.unlink()\n"
-        "    return {'reward': len(response), 'at_once': at_once}\n"
-    )
-    (demo / "running").mkdir()
-    run = start(
-        f"reward.function={demo / 'slow.py'}:reward",
-        "reward.workers=2",
-        f"weights.timeout_s={slow(1)}",
-        "train.steps=3",
-        "eval.every_steps=0",
-        "eval.prompts=8",
-        "async_training.partial_rollout=false",
-    )
-    assert run.wait() == 0, run.output()
-    last = run.metrics()[-1]
-    assert (last["step"], last["ledger/rejected"], last["sync/excluded"]) == (3, 0, 0)
-    assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
-
-
 def interrupt(run: Run) -> None:
     run.process.send_signal(signal.SIGINT)
 
@@ -251,17 +180,6 @@ def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(
     run = start(f"train.ranks={ranks}")
     assert run.wait() == 1
     assert "it lacks model.norm.weight" in run.output()
-    assert "Traceback" not in run.output() and "start again" not in run.output()
-
-
-def test_a_model_too_large_for_the_machine_is_refused_at_the_start(start: Callable[..., Run], demo: Path) -> None:
-    path = demo / "model" / "config.json"
-    large: dict[str, Any] = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
-    large["layer_types"] = ["full_attention"] * 100
-    path.write_text(json.dumps(json.loads(path.read_text()) | large))
-    run = start()
-    assert run.wait() == 1
-    assert "the run does not fit" in run.output() and "hwrl plan CONFIG" in run.output()
     assert "Traceback" not in run.output() and "start again" not in run.output()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hwrl.errors import ConfigError
-from hwrl.run.cluster.placement import DeviceAssignment, Reservation
+from hwrl.run.cluster.placement import DeviceAssignment
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _place_replicas(
 
 
 def _missing(assignment: DeviceAssignment, nodes: Sequence[ClusterNode], why: str) -> ConfigError:
-    width = _width(assignment.replicas)
+    width = max((len(reservation.devices) for reservation in assignment.replicas), default=1)
     wanted = f"{len(assignment.ranks)} for the trainer (train.ranks)"
     if len(assignment.ranks) < assignment.devices:
         for_replicas = assignment.devices - len(assignment.ranks)
@@ -104,7 +104,3 @@ def _missing(assignment: DeviceAssignment, nodes: Sequence[ClusterNode], why: st
         fix=f"add {max(1, assignment.devices - total)} device(s), or a node with {max(1, width)} free ones; or lower "
         "train.ranks, rollout.replicas or rollout.tensor_parallel",
     )
-
-
-def _width(reservations: Sequence[Reservation]) -> int:
-    return max((len(reservation.devices) for reservation in reservations), default=1)
