@@ -45,18 +45,7 @@ from hwrl.rollout import (
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config, DataSetConfig
 from hwrl.run.fit import check_replica
-from hwrl.run.identity import (
-    ADVANTAGE,
-    CURRICULUM,
-    EVAL,
-    LOSS,
-    REWARD,
-    TEMPLATE,
-    TRAIN,
-    WORKFLOW,
-    RunInputs,
-    data_key,
-)
+from hwrl.run.identity import ADVANTAGE, CURRICULUM, EVAL, LOSS, REWARD, TEMPLATE, TRAIN, WORKFLOW, RunInputs, data_key
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings, tokenizer_with
 from hwrl.train import (

@@ -6,15 +6,7 @@ from collections.abc import Iterable
 
 from hwrl.discovery import load_hook
 from hwrl.errors import DeviceMemoryError
-from hwrl.interfaces import (
-    Backend,
-    Capability,
-    EngineSettings,
-    MemoryCause,
-    RolloutSettings,
-    peak_phase,
-    phase_nbytes,
-)
+from hwrl.interfaces import Backend, Capability, EngineSettings, MemoryCause, RolloutSettings, peak_phase, phase_nbytes
 from hwrl.rollout import embedded_memory
 from hwrl.run.cluster.placement import has_devices
 from hwrl.run.config import EMBEDDED, FSDP, Config

@@ -22,16 +22,7 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local, sampling_warning
 from hwrl.run.ledger import EMPTY_LEDGER, LEDGER, POLL_S, BatchInfo, LedgerActor, RunLedger, ledger_died
 from hwrl.run.monitor import ProcessMonitor, Timeout
-from hwrl.run.remote import (
-    DEATH_ERRORS,
-    DEATH_NOTICE_S,
-    Answer,
-    ProcessSetup,
-    Remote,
-    TrainActor,
-    value_of,
-    why_died,
-)
+from hwrl.run.remote import DEATH_ERRORS, DEATH_NOTICE_S, Answer, ProcessSetup, Remote, TrainActor, value_of, why_died
 from hwrl.run.replicas import Replicas
 from hwrl.run.run_directory import record_replicas
 from hwrl.run.scaling import answer_request, pending_request

@@ -17,16 +17,7 @@ from hwrl.run.config import Config
 from hwrl.run.evaluation import ShardedEvaluation
 from hwrl.run.ledger import ForgottenReplica, LedgerActor, RunLedger
 from hwrl.run.monitor import ProcessMonitor
-from hwrl.run.remote import (
-    DEATH_ERRORS,
-    Answer,
-    ProcessSetup,
-    Remote,
-    RolloutActor,
-    value_of,
-    why_died,
-    why_ended,
-)
+from hwrl.run.remote import DEATH_ERRORS, Answer, ProcessSetup, Remote, RolloutActor, value_of, why_died, why_ended
 from hwrl.run.replica import Replica
 
 _FIRST_PAUSE_S = 1.0

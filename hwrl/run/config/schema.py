@@ -5,10 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
