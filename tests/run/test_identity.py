@@ -35,36 +35,20 @@ def add_line(path: Path) -> None:
         file.write("\n")
 
 
-def edit_the_reward(config: Config) -> None:
-    add_line(config.model.path.parent / "rewards.py")
+def edit(name: str) -> Callable[[Config], None]:
+    """Return a function that adds a line to the file ``name`` of the demo."""
+    return lambda config: add_line(config.model.path.parent / name)
+
+
+def delete(name: str) -> Callable[[Config], None]:
+    return lambda config: (config.model.path.parent / name).unlink()
+
+
+PROMPTS, EVALUATION, REWARD_FILE, TOKENIZER = "train.jsonl", "eval.jsonl", "rewards.py", "model/tokenizer.json"
 
 
 def train_file(config: Config) -> Path:
-    return config.data.train_sets[0].path
-
-
-def eval_file(config: Config) -> Path:
-    return config.data.eval_sets[0].path
-
-
-def edit_the_prompts(config: Config) -> None:
-    add_line(train_file(config))
-
-
-def edit_the_evaluation(config: Config) -> None:
-    add_line(eval_file(config))
-
-
-def delete_the_prompts(config: Config) -> None:
-    train_file(config).unlink()
-
-
-def edit_the_tokenizer(config: Config) -> None:
-    add_line(config.model.path / "tokenizer.json")
-
-
-def delete_the_tokenizer(config: Config) -> None:
-    (config.model.path / "tokenizer.json").unlink()
+    return config.model.path.parent / PROMPTS
 
 
 def set_in_model(config: Config, **settings: Any) -> None:
@@ -109,11 +93,11 @@ def set_up_replica(config: Config, inputs: RunInputs) -> None:
 @pytest.mark.parametrize(
     ("change", "set_up", "name"),
     [
-        (edit_the_prompts, set_up_replica, "train.jsonl"),
-        (delete_the_prompts, set_up_replica, "train.jsonl"),
-        (edit_the_reward, set_up_replica, "rewards.py"),
-        (edit_the_tokenizer, set_up_replica, "tokenizer.json"),
-        (delete_the_tokenizer, set_up_replica, "tokenizer.json"),
+        (edit(PROMPTS), set_up_replica, "train.jsonl"),
+        (delete(PROMPTS), set_up_replica, "train.jsonl"),
+        (edit(REWARD_FILE), set_up_replica, "rewards.py"),
+        (edit(TOKENIZER), set_up_replica, "tokenizer.json"),
+        (delete(TOKENIZER), set_up_replica, "tokenizer.json"),
         (edit_the_model, set_up_replica, "config.json"),
         (edit_the_model, set_up_trainer, "config.json"),
         (spoil_the_weights, set_up_trainer, "model.safetensors"),
@@ -135,8 +119,8 @@ def test_a_process_that_finds_another_file_than_the_run_began_with_refuses(
 
 def test_evaluation_prompts_are_compared_as_they_are_read(config: Config) -> None:
     inputs = identify_inputs(config)
-    assert inputs.read(EVAL) == eval_file(config).read_bytes()
-    edit_the_evaluation(config)
+    assert inputs.read(EVAL) == train_file(config).with_name(EVALUATION).read_bytes()
+    edit(EVALUATION)(config)
     with pytest.raises(InputChangedError, match=r"eval.jsonl changed"):
         inputs.read(EVAL)
 
@@ -144,7 +128,7 @@ def test_evaluation_prompts_are_compared_as_they_are_read(config: Config) -> Non
 def test_a_change_while_the_parts_are_built_is_found_and_is_the_error(config: Config) -> None:
     inputs = identify_inputs(config)
     with pytest.raises(InputChangedError, match=r"rewards.py changed"), inputs.unchanged("rollout"):
-        edit_the_reward(config)
+        edit(REWARD_FILE)(config)
         raise ValueError("what half a file leads to")
 
 
@@ -199,7 +183,7 @@ def test_an_unchanged_large_file_is_not_read_again(config: Config, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("change", "key"), [(edit_the_reward, REWARD), (edit_the_evaluation, EVAL), (spoil_the_weights, "model.path/model")]
+    ("change", "key"), [(edit(REWARD_FILE), REWARD), (edit(EVALUATION), EVAL), (spoil_the_weights, "model.path/model")]
 )
 def test_a_deliberate_resume_may_change_what_does_no_harm_and_says_so(
     config: Config, change: Callable[[Config], None], key: str
@@ -213,9 +197,9 @@ def test_a_deliberate_resume_may_change_what_does_no_harm_and_says_so(
 
 def test_a_refusal_names_the_files_of_its_own_kind_only(config: Config) -> None:
     extra = {"inputs": identify_inputs(config).digests()}
-    edit_the_reward(config)
-    edit_the_evaluation(config)
-    edit_the_prompts(config)
+    edit(REWARD_FILE)(config)
+    edit(EVALUATION)(config)
+    edit(PROMPTS)(config)
     with pytest.raises(ConfigError) as caught:
         identify_inputs(config).compare_with_checkpoint(extra)
     assert caught.value.what == f"{train_file(config)} does not hold the checkpoint's training data"
@@ -224,9 +208,9 @@ def test_a_refusal_names_the_files_of_its_own_kind_only(config: Config) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit_the_prompts, "does not hold the checkpoint's training data"),
+        (edit(PROMPTS), "does not hold the checkpoint's training data"),
         (edit_the_model, "the checkpoint does not belong to the model in"),
-        (edit_the_tokenizer, "the tokenizer in .* is not the checkpoint's"),
+        (edit(TOKENIZER), "the tokenizer in .* is not the checkpoint's"),
     ],
 )
 def test_a_resume_with_other_prompts_model_or_tokenizer_is_refused(
@@ -252,7 +236,7 @@ def test_every_data_set_is_identified_and_a_resume_refuses_another_mixture_or_cu
     def inputs(*words: str) -> RunInputs:
         return identify_inputs(with_sets(config, *words))
 
-    evals = f"data.eval={{x: {path}, y: {eval_file(config)}}}"
+    evals = f"data.eval={{x: {path}, y: {train_file(config).with_name(EVALUATION)}}}"
     mixed = inputs(f"data.train={both % 1}", evals)
     assert {"data.train/a", "data.train/b", "data.eval/x", "data.eval/y"} <= set(mixed.files)
     extra = {"inputs": mixed.digests()}

@@ -263,13 +263,3 @@ def test_a_replica_that_dies_of_one_cause_at_each_update_is_given_up_and_the_run
     assert "it died 3 times in a row and is given up; 1 replicas are left" in world.logged[-1]
     (sentence,) = world.replicas.repeated_deaths()
     assert sentence == "replicas ended 3 times by the same cause: AcceleratorError: invalid argument at #"
-
-
-def test_deaths_of_replicas_that_do_their_work_are_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(monkeypatch, max_restarts=1)
-    world.set_up()
-    for start in range(9):
-        world.finished.add(f"replica-0#{start}")
-        world.end(start)
-        world.replicas.handle_event(cast(Any, StandInRemote.remotes[-1].set_up_answer))
-    assert len(StandInRemote.remotes) == 10
