@@ -27,7 +27,6 @@ from hwrl.rollout import (
     LoopSettings,
     ModelLink,
     NoRewards,
-    Prompt,
     Prompts,
     PromptSet,
     PromptStream,
@@ -253,16 +252,12 @@ def training_prompts(config: Config, inputs: RunInputs, tokenizer: Any, *, check
     return PromptStream(sets, seed=config.seed, curriculum=curriculum)
 
 
-class EvaluationPrompts:
-    """The evaluation prompts of all sets, one set after another; none without evaluation data."""
-
-    def __init__(self, config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False) -> None:
-        sets = [_load(config, inputs, tokenizer, key=EVAL, data_set=one, check=check) for one in config.data.eval_sets]
-        self._places = [(one, row) for one in sets for row in range(len(one))[: config.eval.prompts]]
-
-    def part(self, part: int, parts: int) -> list[Prompt]:
-        """Return part number ``part`` of ``parts`` equal parts."""
-        return [prompts[row] for prompts, row in self._places[part::parts]]
+def evaluation_prompts(
+    config: Config, inputs: RunInputs, tokenizer: Any, *, check: bool = False
+) -> list[tuple[Prompts, int]]:
+    """Return the evaluation prompts of all sets, one set after another, each as a set and a row of it."""
+    sets = [_load(config, inputs, tokenizer, key=EVAL, data_set=one, check=check) for one in config.data.eval_sets]
+    return [(one, row) for one in sets for row in range(len(one))[: config.eval.prompts]]
 
 
 def _load(

@@ -29,7 +29,7 @@ class Replica:
         self._stop, self._device = threading.Event(), get_backend().current_index()
         is_first = replica_id.endswith("#0")  # of the run: one process checks all prompts
         tokenizer = build.run_tokenizer(setup.config, setup.inputs)
-        self._evaluation_prompts = build.EvaluationPrompts(setup.config, setup.inputs, tokenizer, check=is_first)
+        self._evaluation_prompts = build.evaluation_prompts(setup.config, setup.inputs, tokenizer, check=is_first)
         self._rollouter = build.build_rollouter(
             setup.config,
             inputs=setup.inputs,
@@ -57,7 +57,7 @@ class Replica:
         Uses the weights that the engine has, and newer ones that arrive meanwhile. ``alone``: no training goes on.
         Returns None if the part is empty.
         """
-        prompts = self._evaluation_prompts.part(part, parts)
+        prompts = [prompts[row] for prompts, row in self._evaluation_prompts[part::parts]]
         return self._rollouter.evaluate(prompts, alone=alone).result() if prompts else None
 
     def leave(self) -> None:

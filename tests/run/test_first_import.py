@@ -57,7 +57,7 @@ def test_code_that_ends_its_process_hangs_or_prints_without_end_is_named(
 ) -> None:
     (tmp_path / "good.py").write_text("def f(): pass")
     (tmp_path / "bad.py").write_text(code)
-    limit_s = slow(5.0) if "LIMIT" in reason else 100.0
+    limit_s = slow(3.0) if "LIMIT" in reason else 100.0
     with pytest.raises(DataError, match=reason.replace("LIMIT", f"{limit_s:g}")):
         try_in_child(load, f"{tmp_path}/good.py:f", f"{tmp_path}/bad.py:f", limit_s=limit_s)
 
