@@ -46,9 +46,11 @@ def _train(args: argparse.Namespace) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
+    from hwrl.hub import pin
     from hwrl.run.inputs import check_inputs
 
     sys.path.append(str(Path.cwd()))  # Ray's workers do it too: a reward function may be in a module of this directory
+    config = config.with_models(pin)  # downloads here, once, where a terminal shows it
     check_inputs(config)
     with large_imports():
         from hwrl.run.loop import run_training  # imports torch and Ray, so only after the cheap checks

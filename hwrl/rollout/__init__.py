@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
-    from hwrl.rollout.rows import HUB as HUB
     from hwrl.rollout.rows import digest_rows as digest_rows
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
     from hwrl.rollout.stops import StopFinder as StopFinder

@@ -18,9 +18,8 @@ from urllib.parse import parse_qsl
 
 from hwrl.errors import DataError, message_of
 from hwrl.files import open_to_read, read_file
+from hwrl.hub import HUB
 
-HUB = "hf:"
-"""A path that begins with this is a name on the hub."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """A directory from ``datasets`` has the first file if it is one data set, the second if it has several splits."""
 _MAX_LINE_NBYTES, _MAX_STATE_NBYTES = 1 << 28, 1 << 26

@@ -134,10 +134,10 @@ def _build_generator(
         group_size=rollout.n,
         max_samples=rollout.max_trajectories or rollout.max_running,
         max_length=config.max_model_len,
-        vocabulary=vocabulary_size(config.model.path),
+        vocabulary=vocabulary_size(config.model.directory),
         timeout_s=rollout.workflow_timeout_s,
         attempts=rollout.workflow_attempts,
-        end_ids=_eos_ids(config.model.path, tokenizer),
+        end_ids=_eos_ids(config.model.directory, tokenizer),
         parse_tools=parse_tool_calls if parser == HERMES else engine.tool_parser(parser, tokenizer=tokenizer),
     )
     return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
@@ -203,7 +203,7 @@ def transfer_timeout_s(config: Config) -> float:
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
-    settings = rollout_settings(config, eos_ids=_eos_ids(config.model.path, tokenizer), seed=seed)
+    settings = rollout_settings(config, eos_ids=_eos_ids(config.model.directory, tokenizer), seed=seed)
     check_replica(config, get_backend())
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
@@ -269,7 +269,7 @@ def _load(
         content=inputs.read_data(data_key(key, data_set.name)),
         encode=chat.encode_prompt,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        vocabulary=vocabulary_size(config.model.path),
+        vocabulary=vocabulary_size(config.model.directory),
         keys=DataKeys(*config.data.keys_of(data_set)),
         source=data_set.name,
     )
@@ -338,8 +338,8 @@ def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) 
 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
-    settings = config.critic
-    if settings.path is not None and vocabulary_size(settings.path) < vocabulary_size(config.model.path):
+    settings, model = config.critic, critic_settings(config).model_directory
+    if vocabulary_size(model) < vocabulary_size(config.model.directory):
         raise ConfigError(
             f"the model in {settings.path} cannot be the critic of {config.model.path}",
             why="its vocabulary is smaller than the policy's, so some tokens of the policy are unknown to it",

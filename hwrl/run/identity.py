@@ -32,7 +32,8 @@ from typing import Any, Literal
 
 from hwrl.errors import ConfigError, DataError, InputChangedError
 from hwrl.files import open_to_read
-from hwrl.rollout import HUB, digest_rows
+from hwrl.hub import HUB, model_directory
+from hwrl.rollout import digest_rows
 from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
@@ -213,9 +214,9 @@ def _find_files(config: Config) -> dict[str, Path]:
             paths[key] = path
     files = {key: Path(target.rpartition(":")[0]) for key, target in config.rollout.workflow_functions.items()}
     paths |= {key: path for key, path in files.items() if path.is_file()}
-    models = {MODEL: config.model.path}
+    models = {MODEL: config.model.directory}
     if config.algorithm.has_critic and config.critic.path is not None:
-        models[CRITIC] = config.critic.path
+        models[CRITIC] = model_directory(config.critic.path)
     for key, model in models.items():
         for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
             if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":

@@ -128,12 +128,13 @@ def _check_engine(name: str, asked_by: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_model(config: Config) -> None:
-    path = config.model.path
+    path = config.model.directory
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"there is no model in {path}",
             why=f"model.path names it, and {'it has no config.json' if path.is_dir() else 'it is not a directory'}",
-            fix=_how_to_get(path),
+            fix="set model.path to a directory written by save_pretrained of a transformers model, or to OWNER/NAME of "
+            "a model on the hub",
         )
     damaged = {file.name: why for file in sorted(path.glob("*.safetensors")) if (why := _damage(file))}
     for index in path.glob("*.safetensors.index.json"):
@@ -144,15 +145,6 @@ def _check_model(config: Config) -> None:
             why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
             fix="download or save the model again",
         )
-
-
-def _how_to_get(path: Path) -> str:
-    """Return what to do about a directory without a model. It may be meant as the name of one on the hub."""
-    fix = "set model.path to a directory written by save_pretrained of a transformers model"
-    name = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path()
-    if len(name.parts) != 2 or path.exists():
-        return fix
-    return f"{fix}; to download {name} from the hub: hf download {name} --local-dir {name}"
 
 
 def _check_template(file: Path | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hwrl.hub import model_directory
 from hwrl.interfaces import EngineSettings, RolloutSettings, Sampling
 from hwrl.rollout import PromptLedger, has_variance
 from hwrl.run.config import Config
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def engine_settings(config: Config) -> EngineSettings:
     """Return the settings of the train engine."""
     return EngineSettings(
-        model_directory=config.model.path,
+        model_directory=config.model.directory,
         total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.rollout.temperature,
@@ -41,7 +42,7 @@ def critic_settings(config: Config) -> EngineSettings:
     """Return the settings of the critic's engine: those of the policy, except for the model and the learning rate."""
     return replace(
         engine_settings(config),
-        model_directory=config.critic.path or config.model.path,
+        model_directory=model_directory(config.critic.path or config.model.path),
         learning_rate=config.critic.learning_rate,
     )
 
@@ -49,7 +50,7 @@ def critic_settings(config: Config) -> EngineSettings:
 def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
     """Return the settings of a replica's rollout engine."""
     return RolloutSettings(
-        model_directory=config.model.path,
+        model_directory=config.model.directory,
         dtype=compute_dtype(config),
         eos_ids=eos_ids,
         max_running=config.rollout.max_running,
@@ -84,7 +85,7 @@ def tokenizer_with(config: Config, template: str | None) -> Any:
     """
     from hwrl.models import load_tokenizer, use_chat_template
 
-    tokenizer, data = load_tokenizer(config.model.path), config.data
+    tokenizer, data = load_tokenizer(config.model.directory), config.data
     chosen = data.chat_template if template is None else template
     use_chat_template(tokenizer, chosen, options=data.chat_template_kwargs)
     return tokenizer

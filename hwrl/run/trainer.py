@@ -121,7 +121,7 @@ class TrainerRank:
             max_staleness=config.async_training.staleness_threshold,
             trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
             incarnation=incarnation,
-            flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
+            flops=read_model_flops(config.model.directory, frozen=config.model.lora is not None),
             max_skipped_in_a_row=config.optimizer.max_skipped_in_a_row,
         )
         self._checkpoints = build.build_checkpoints(config, group=self._group)

@@ -11,7 +11,7 @@ from hwrl.errors import CommTimeoutError, ConfigError, message_of
 
 TIMEOUT_SCALE = "HWRL_TIMEOUT_SCALE"
 """The environment variable with the factor, for child processes too; ``hwrl conformance --timeout-scale`` sets it."""
-_SAYS_SO = re.compile(r"\bwithin [\d.]+ m?s\b|timed out|at the deadline")
+_SAYS_SO = re.compile(r"\bwithin [\d.]+ m?s\b|timed out|timeout after|operation timeout|at the deadline", re.IGNORECASE)
 
 
 def scaled(limit_s: float) -> float:

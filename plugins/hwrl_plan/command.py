@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 
@@ -39,9 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if the run fits, 1 if not."""
+    from hwrl.hub import model_directory
     from hwrl.run import load_config
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides).with_models(functools.partial(model_directory, weights=False))
     with large_imports():
         from hwrl_plan.levers import suggest
         from hwrl_plan.planning import Hardware, make_plan

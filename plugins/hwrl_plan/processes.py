@@ -170,7 +170,7 @@ def _awake(cause: MemoryCause) -> tuple[Phase, ...]:
 def sent_layout(config: Config) -> WeightLayout:
     """Return the layout of the tensors that an update sends: the model, or only the adapter."""
     return _layout(
-        config.model.path,
+        config.model.directory,
         engine_settings(config).dtype,
         config.model.lora,
         config.weights.update_weights_bucket_megabytes,
@@ -179,7 +179,7 @@ def sent_layout(config: Config) -> WeightLayout:
 
 def base_nbytes(config: Config) -> int:
     """Return the bytes of the whole model in the dtype of the computation."""
-    return _layout(config.model.path, engine_settings(config).dtype, None, None).payload_nbytes
+    return _layout(config.model.directory, engine_settings(config).dtype, None, None).payload_nbytes
 
 
 @functools.lru_cache(maxsize=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from hwrl.interfaces import MemoryCause
 from hwrl.run import gib
@@ -18,10 +19,16 @@ def plan_as_text(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
     return "\n".join(_lines(plan, suggestions))
 
 
+def _model(directory: Path) -> str:
+    """Return the name of the model in ``directory``, which may be in the hub's cache."""
+    cached = directory.parent.name == "snapshots"
+    return directory.parents[1].name.removeprefix("models--") if cached else directory.name
+
+
 def _lines(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
     config, hardware = plan.config, plan.hardware
     yield (
-        f"{config.model.path.name}: {config.train.ranks} trainer rank(s), {config.rollout.replicas} replica(s) of "
+        f"{_model(config.model.path)}: {config.train.ranks} trainer rank(s), {config.rollout.replicas} replica(s) of "
         f"{config.rollout.tensor_parallel} device(s), on {hardware.devices} devices of {gib(hardware.device_nbytes)}, "
         f"{hardware.nodes} node(s)"
     )

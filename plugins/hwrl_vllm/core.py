@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import uuid
 from abc import ABC, abstractmethod
@@ -91,6 +92,16 @@ class InlineCore(Core):
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._client.engine_core, method)(*args)
+
+    def close(self) -> None:
+        """End the engine core and its workers."""
+        import zmq  # of vLLM
+
+        # The messages to a worker that was killed are dropped: zmq would wait for ever until it reads them.
+        for one in gc.get_objects():
+            if isinstance(one, zmq.Socket) and not one.closed:
+                one.linger = 0
+        super().close()
 
     def _has_work(self) -> bool:
         core = self._client.engine_core

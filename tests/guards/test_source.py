@@ -17,7 +17,7 @@ DEVICE_WORD = re.compile(
     "|cambricon|hpu|gaudi|habana|musa|tpu|gloo"
 )
 LAYERS = [  # an arrow may point to the left, or to another part of the same layer that does not point back
-    {"errors", "children", "clock", "environ", "files", "lazy", "output", "user_code"},
+    {"errors", "children", "clock", "environ", "files", "hub", "lazy", "output", "user_code"},
     {"interfaces"},
     {"discovery"},
     {"comm", "memory"},

@@ -63,27 +63,6 @@ def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside(experts:
         assert responses[request.request_id].token_ids.tolist() == wanted[0, len(request.prompt_ids) :].tolist()
 
 
-def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature() -> None:
-    model = tiny_model()
-    requests = requests_of(30, temperature=0.7)
-    responses = generate(engine_of(model, max_running=8, max_length=24), requests)
-    for request in requests:
-        response = responses[request.request_id]
-        wanted = logprobs_of(model, request, response, temperature=0.7)
-        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
-
-
-def test_sampling_follows_the_distribution() -> None:
-    model = tiny_model()
-    request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(1))
-    many = [GenerationRequest(index, request.prompt_ids, request.sampling) for index in range(4000)]
-    responses = generate(engine_of(model, max_running=4000, max_length=4), many)
-    seen = np.bincount([response.token_ids[0] for response in responses.values()], minlength=16) / len(many)
-    with torch.no_grad():
-        wanted = model(torch.tensor([[5, 9]])).logits[0, -1].softmax(-1).numpy()
-    assert np.abs(seen - wanted).sum() < 0.08  # 4000 draws: the expected total deviation is about 0.04
-
-
 def test_what_is_sampled_does_not_depend_on_what_runs_beside() -> None:
     model = tiny_model()
     requests = requests_of(40, temperature=1.0)
@@ -93,25 +72,6 @@ def test_what_is_sampled_does_not_depend_on_what_runs_beside() -> None:
         one, other = together[request.request_id], in_turns[request.request_id]
         assert one.token_ids.tolist() == other.token_ids.tolist()
     assert len({tuple(response.token_ids) for response in together.values()}) > 30
-
-
-def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
-    old, new = tiny_model(0), tiny_model(1)
-    engine = EmbeddedEngine(tiny_model(0), eos_ids=[], max_running=2, max_length=24)
-    engine.load_weights(old.named_parameters(), version=3)
-    request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(8, temperature=0.0))
-    engine.submit([request])
-    for _ in range(3):
-        assert engine.step() == []
-    engine.load_weights(new.named_parameters(), version=4)
-    done: list[Any] = []
-    while not done:
-        done = engine.step()
-    response = done[0].response
-    assert response.versions.tolist() == [3] * 3 + [4] * 5
-    assert response.truncated
-    first = logprobs_of(old, request, response, temperature=1.0)[:3]
-    np.testing.assert_allclose(response.logprobs[:3], first, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 100])
@@ -325,13 +285,3 @@ def test_a_request_that_can_never_fit_is_refused(prompt: int) -> None:
     engine = engine_of(tiny_model(), max_running=2, max_length=8)
     with pytest.raises(EngineError, match=r"does not fit(.|\n)*data.max_prompt_tokens"):
         engine.submit([GenerationRequest(0, np.full(prompt, 3, dtype=np.int32), Sampling(2))])
-
-
-def test_abort_drops_everything_and_the_engine_goes_on() -> None:
-    engine = engine_of(tiny_model(), eos_ids=[], max_running=2, max_length=8)
-    engine.submit(requests_of(5, temperature=1.0, longest=4))
-    engine.step()
-    assert engine.abort() > 0
-    assert engine.pending() == 0
-    assert engine.capacity() == 2
-    assert len(generate(engine, requests_of(3, temperature=1.0, longest=4))) == 3

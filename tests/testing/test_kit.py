@@ -27,6 +27,7 @@ from hwrl.interfaces import Backend
 from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject
 from hwrl.testing.conformance import run_kit
 from hwrl.testing.contracts.transfers import in_daemon_thread
+from hwrl.testing.limits import ran_out
 from tests.support.faulty_packages import installed
 
 FAULTS = {
@@ -164,6 +165,21 @@ def test_a_check_whose_time_runs_out_is_not_called_wrong(
     monkeypatch.setenv("HWRL_TIMEOUT_SCALE", "fast")
     with pytest.raises(ConfigError, match="HWRL_TIMEOUT_SCALE=fast is no factor"):
         run_kit(BACKEND, backend=faulty, keyword=keyword)
+
+
+@pytest.mark.parametrize(
+    ("said", "late"),
+    [
+        ("[unbound_buffer.cc:129] Timed out waiting 3ms for send operation to complete", True),
+        ("wait timeout after 10ms, keys: /default_pg/0", True),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+        ("the two ranks did not meet within 3 ms", True),
+        ("Connection closed by peer [127.0.0.1]:2341", False),
+        ("timeout must be above 0", False),
+    ],
+)
+def test_the_libraries_words_for_a_time_that_ran_out_are_known(said: str, late: bool) -> None:
+    assert ran_out(RuntimeError(said)) is late
 
 
 def test_a_device_without_collectives_conforms_on_groups_staged_through_the_host(

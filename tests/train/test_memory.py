@@ -93,6 +93,7 @@ def test_the_plan_of_one_rank_is_within_a_tenth_of_the_peak(
     assert close(planned, measured), (planned, measured)
 
 
+@pytest.mark.extended  # the compiler takes 50 processor-seconds
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, in its compiler
 def test_the_plan_of_compiled_layers_is_within_a_tenth_of_the_peak(directory: Path) -> None:
     settings = settings_of(directory, torch.bfloat16, False, compile=True)

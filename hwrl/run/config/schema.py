@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from hwrl.hub import model_directory
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
 from hwrl.run.config.sections import (
@@ -23,6 +26,7 @@ from hwrl.run.config.values import (
     Finite,
     Layers,
     Mebibytes,
+    ModelPath,
     Name,
     NotNegative,
     NotNegativeReal,
@@ -37,8 +41,8 @@ from hwrl.run.config.values import (
 class ModelConfig(Section):
     """The model to train."""
 
-    path: AbsolutePath
-    """Directory with a model for ``AutoModelForCausalLM`` and its tokenizer for ``AutoTokenizer``."""
+    path: ModelPath
+    """[Model and tokenizer](training.md#the-model): a directory, or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of computation, rollout and export. The optimizer always updates float32 parameters."""
     lora_rank: NotNegative = 0
@@ -47,6 +51,11 @@ class ModelConfig(Section):
     """LoRA alpha: the adapter's output is scaled by ``lora_alpha / lora_rank``."""
     target_modules: Layers = "all-linear"
     """Layers with an adapter, in PEFT's syntax: ``all-linear``, suffixes of names, or a regular expression."""
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the model, after a download if need be: see :func:`~hwrl.hub.model_directory`."""
+        return model_directory(self.path)
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -212,6 +221,12 @@ class Config(Section):
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}: the overlong zone is at the end of a response"
             )
         return self
+
+    def with_models(self, change: Callable[[Path], Path]) -> Config:
+        """Return the configuration with ``change(path)`` in place of each path of a model."""
+        critic = self.critic.path and change(self.critic.path)
+        model = self.model.model_copy(update={"path": change(self.model.path)})
+        return self.model_copy(update={"model": model, "critic": self.critic.model_copy(update={"path": critic})})
 
     @property
     def max_model_len(self) -> int:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from hwrl.run.config.values import (
-    AbsolutePath,
     Decay,
     Function,
+    ModelPath,
     Name,
     NotNegative,
     NotNegativeReal,
@@ -332,8 +332,8 @@ class CriticConfig(Section):
     Its other settings are those of the policy: ``train``, ``optimizer`` and the adapter.
     """
 
-    path: AbsolutePath | None = None
-    """Directory of the model from which the critic starts, with a new output layer; null: ``model.path``."""
+    path: ModelPath | None = None
+    """The model from which the critic starts, with a new output layer; null: ``model.path``."""
     learning_rate: PositiveReal = 1e-5
     """Peak learning rate of the critic."""
     cliprange_value: PositiveReal = 0.2

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from hwrl.errors import did_you_mean
 from hwrl.files import local_path
-from hwrl.rollout import HUB
+from hwrl.hub import HUB, model_name
 
 _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
@@ -113,6 +113,10 @@ def _make_path_absolute(value: Any) -> Any:
     return value if isinstance(value, str | Path) and str(value).startswith(HUB) else _make_absolute(value)
 
 
+def _make_model_path(value: Any) -> Any:
+    return (model_name(str(value)) if isinstance(value, str | Path) else None) or _make_absolute(value)
+
+
 def built_in_or_function(names: Sequence[str], elsewhere: Mapping[str, str]) -> Callable[[str], str]:
     """Return a validator: it accepts a text that is one of ``names``, or names a function of the user.
 
@@ -174,6 +178,8 @@ AbsolutePath = Annotated[Path, BeforeValidator(_make_absolute)]
 """A path. A relative path is made absolute at once, because other processes may have another working directory."""
 DataPath = Annotated[Path, BeforeValidator(_make_path_absolute)]
 """An AbsolutePath, or the name of a data set on the hub, which begins with ``hf:``."""
+ModelPath = Annotated[Path, BeforeValidator(_make_model_path)]
+"""An AbsolutePath of a model's directory, or the name of a model on the hub: it begins with ``hf:`` from here on."""
 Function = Annotated[Name, AfterValidator(_make_file_absolute)]
 """A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]

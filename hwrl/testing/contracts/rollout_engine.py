@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store
-from hwrl.errors import EngineError, UnsupportedError
+from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.interfaces import Backend, GenerationRequest, Response, RolloutEngine, RolloutSettings, Sampling
+from hwrl.models import load_model
 from hwrl.rollout import EngineModels
 from hwrl.testing.contracts.model import (
     END,
     VOCABULARY,
     model_directory,
     model_weights,
-    reference_logprobs,
     reference_model,
 )
 from hwrl.testing.contracts.need import skipping_refused
@@ -41,36 +41,52 @@ _MANY = 600
 _WAIT_S = 60.0
 
 
-_kept = pytest.StashKey[tuple[tuple[str, bool], RolloutEngine]]()
+_kept = pytest.StashKey[tuple[tuple[str, bool], RolloutEngine, torch.dtype]]()
 
 
 class _OfRolloutEngine:
-    """Gives each check an engine of the subject, with the model's weights as version 1. Checks share one engine."""
+    """Gives each check an engine of the subject, with the model's weights as version 1. Checks share one engine.
+
+    It computes in float32, or in bfloat16 if it refuses float32.
+    """
 
     level: ClassVar[Level]
     free_cache_engine: ClassVar[bool] = False
+    dtype: torch.dtype
 
     @pytest.fixture
     def engine(self, backend: Backend, subject: Subject, request: pytest.FixtureRequest) -> RolloutEngine:
         """An engine, awake and idle, with version 1. There is one at a time: it may fill the device."""
         stash, wanted = request.session.stash, (subject.name, self.free_cache_engine)
-        last, engine = stash.get(_kept, (None, None))
+        last, engine, self.dtype = stash.get(_kept, (None, None, torch.float32))
         if engine is None or last != wanted:
             _close_kept(stash)
             request.session.addfinalizer(lambda: _close_kept(stash))
-            engine = self._make(backend, subject)
-            stash[_kept] = wanted, engine
+            try:
+                engine = self._make(backend, subject)
+            except ConfigError:
+                self.dtype = torch.bfloat16
+                engine = self._make(backend, subject)
+            stash[_kept] = wanted, engine, self.dtype
         engine.abort()
         if self.free_cache_engine:  # a failed check may have left it asleep
             with contextlib.suppress(UnsupportedError):
                 engine.wake()
-        engine.load_weights(model_weights().items(), version=1)
+        engine.load_weights(self.weights().items(), version=1)
         return engine
+
+    def weights(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return the model's tensors as a trainer sends them. Do not write to them."""
+        return {name: tensor.to(self.dtype) for name, tensor in model_weights(seed).items()}
+
+    def reference(self, seed: int = 0) -> Reference:
+        """Return the model with :meth:`weights`, as the engine must compute it."""
+        return Reference(seed, self.dtype)
 
     def _make(self, backend: Backend, subject: Subject) -> RolloutEngine:
         settings = RolloutSettings(
             model_directory=model_directory(),
-            dtype=torch.float32,
+            dtype=self.dtype,
             eos_ids=[END],
             max_running=_RUNNING,
             max_length=_MAX_LENGTH,
@@ -82,7 +98,7 @@ class _OfRolloutEngine:
 
 def _close_kept(stash: pytest.Stash) -> None:
     """Close the engine in ``stash``, if there is one, and forget it."""
-    _, engine = stash.get(_kept, (None, None))
+    _, engine, _ = stash.get(_kept, (None, None, None))
     if engine is not None:
         del stash[_kept]
         engine.close()
@@ -96,26 +112,26 @@ class RolloutNumbersContract(_OfRolloutEngine):
     def test_greedy_tokens_are_the_models(self, engine: RolloutEngine) -> None:
         """Each token is the most probable one, with its log-probability, also beside other requests."""
         requests = [request_of(number, 3 + 2 * number, Sampling(4 + 3 * number, 0.0)) for number in range(9)]
-        model = reference_model()
+        model = self.reference()
         for request, response in zip(requests, generate(engine, requests), strict=True):
-            own, best = _scores(model, request, response, temperature=1.0)
-            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF
-            assert (best - own).max() < _ALMOST, "a more probable token was passed over"
+            own, best, off = model.scores(request, response)
+            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF + off
+            assert (best - own).max() < _ALMOST + off, "a more probable token was passed over"
 
     def test_logprobs_are_at_the_temperature(self, engine: RolloutEngine) -> None:
         """A sampled token's log-probability is that of the distribution at the temperature of its request."""
         requests = [request_of(number, 4, Sampling(12, 0.6)) for number in range(6)]
-        model = reference_model()
+        model = self.reference()
         for request, response in zip(requests, generate(engine, requests), strict=True):
-            own, _ = _scores(model, request, response, temperature=0.6)
-            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF
+            own, _, off = model.scores(request, response, temperature=0.6)
+            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF + off
 
     def test_sampling_follows_the_distribution(self, engine: RolloutEngine) -> None:
         """Many responses of one token to the same prompt: the share of each token is its probability."""
         requests = [request_of(number, 6, Sampling(1, _HOT), seed=0) for number in range(_MANY)]
         tokens = [int(response.token_ids[0]) for response in generate(engine, requests)]
         prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
-        wanted = (reference_model()(prompt).logits[0, -1] / _HOT).softmax(-1).detach().numpy()
+        wanted = (self.reference().model(prompt).logits[0, -1] / _HOT).softmax(-1).detach().numpy()
         seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
         assert np.abs(seen - wanted).sum() < 0.25  # the expected total deviation is about 0.12
 
@@ -148,7 +164,7 @@ class RolloutSleepContract(_OfRolloutEngine):
         assert engine.version == (1 if level == 1 else -1)
         engine.wake(["weights"])
         if level == 2:
-            engine.load_weights(model_weights().items(), version=1)
+            engine.load_weights(self.weights().items(), version=1)
         engine.wake()
         assert _same(generate(engine, requests), before)
 
@@ -180,14 +196,14 @@ class RolloutReceiversContract(_OfRolloutEngine):
         if not engine.receivers:
             pytest.skip("the engine has no receivers: versions are received for it")
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)]
-        engine.load_weights(model_weights(seed=1).items(), version=2)
+        engine.load_weights(self.weights(seed=1).items(), version=2)
         wanted = generate(engine, requests)
-        engine.load_weights(model_weights().items(), version=1)
+        engine.load_weights(self.weights().items(), version=1)
         store = serve_store()
         models = EngineModels(engine, store, name=POLICY, replica="kit", timeout_s=scaled(_WAIT_S))
         sender = WeightSender(store, backend=backend, transport="host", timeout_s=scaled(_WAIT_S))
         with sender, contextlib.closing(models):
-            weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
+            weights = {name: tensor.to(backend.device()) for name, tensor in self.weights(seed=1).items()}
             publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
             publishing.start()
             loaded, deadline = False, time.monotonic() + scaled(_WAIT_S)
@@ -249,32 +265,34 @@ class RolloutContract(_OfRolloutEngine):
     def test_each_token_has_its_version(self, engine: RolloutEngine) -> None:
         """A response continues with new weights, and its versions never fall.
 
-        Tokens of the old version have the old weights' log-probabilities; a later request has those of the new ones.
+        Tokens of the old version have the old weights' log-probabilities. A later request with the same prompt has
+        those of the new ones: it reads nothing that was cached of the old ones.
         """
-        request = request_of(0, 4, Sampling(40, 1.0))
+        request = request_of(0, 36, Sampling(24, 1.0))
         engine.submit([request])
         done = {one.request_id: one.response for _ in range(3) for one in engine.step()}
         if done:
             pytest.skip("the response was complete after three steps")
-        engine.load_weights(model_weights(seed=1).items(), version=5)
+        engine.load_weights(self.weights(seed=1).items(), version=5)
         response = finish(engine)[0]
         versions = response.versions.tolist()
         assert versions == sorted(versions) and set(versions) <= {1, 5} and versions[0] == 1
         assert engine.version == 5
         old = versions.count(1)
-        own, _ = _scores(reference_model(), request, response, temperature=1.0)
-        assert np.abs(response.logprobs - own)[:old].max() < _LOGPROB_OFF
-        (fresh,) = generate(engine, [request_of(1, 4, Sampling(6, 0.0))])
+        own, _, off = self.reference().scores(request, response)
+        assert np.abs(response.logprobs - own)[:old].max() < _LOGPROB_OFF + off
+        later = request_of(1, 36, Sampling(6, 0.0), seed=0)
+        (fresh,) = generate(engine, [later])
         assert set(fresh.versions.tolist()) == {5}
-        own, _ = _scores(reference_model(seed=1), request_of(1, 4, Sampling(6, 0.0)), fresh, temperature=1.0)
-        assert np.abs(fresh.logprobs - own).max() < _LOGPROB_OFF
+        own, _, off = self.reference(seed=1).scores(later, fresh)
+        assert np.abs(fresh.logprobs - own).max() < _LOGPROB_OFF + off
 
     @pytest.mark.parametrize("damage", ["missing", "unknown"])
     def test_incomplete_weights_are_refused(self, engine: RolloutEngine, damage: str) -> None:
         """EngineError. The old version stays, and generates."""
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(2)]
         before = generate(engine, requests)
-        wrong = dict(model_weights(seed=1))
+        wrong = self.weights(seed=1)
         if damage == "missing":
             del wrong[sorted(wrong)[-1]]
         else:
@@ -288,7 +306,7 @@ class RolloutContract(_OfRolloutEngine):
         """The caller may overwrite its tensors as soon as ``load_weights`` has returned."""
         requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(2)]
         before = generate(engine, requests)
-        lent = {name: tensor.clone() for name, tensor in model_weights().items()}
+        lent = {name: tensor.clone() for name, tensor in self.weights().items()}
         engine.load_weights(lent.items(), version=2)
         for tensor in lent.values():
             tensor.zero_()
@@ -325,14 +343,32 @@ def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> li
     return [done[request.request_id] for request in requests]
 
 
-def _scores(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> tuple[Any, Any]:
-    """Return the reference's log-probability of each response token, and of the most probable token in its place."""
-    ids = np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64)
-    tokens, first = torch.from_numpy(ids)[None], len(request.prompt_ids) - 1
-    with torch.no_grad():
-        own = reference_logprobs(model, tokens, temperature=temperature)[0, first:]
-        best = (model(tokens).logits[0, first:-1] / temperature).log_softmax(-1).amax(-1)
-    return own.numpy(), best.numpy()
+class Reference:
+    """The model of ``seed`` on the host in double precision, with weights rounded to ``dtype``."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.model = reference_model(seed)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype).double()
+        self._rounding = None if dtype is torch.float32 else load_model(model_directory(seed), dtype=dtype)
+
+    @torch.no_grad()
+    def scores(
+        self, request: GenerationRequest, response: Response, *, temperature: float = 1.0
+    ) -> tuple[Any, Any, float]:
+        """Return the log-probability of each token of ``response``, and of the most probable token in its place.
+
+        The third result is how far an engine may be from both: twice the rounding of transformers in the engine's
+        dtype; 0 for float32.
+        """
+        ids = np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64)
+        tokens, first = torch.from_numpy(ids)[None], len(request.prompt_ids) - 1
+        scores = (self.model(tokens).logits[0, first:-1] / temperature).log_softmax(-1)
+        off = 0.0
+        if self._rounding is not None:
+            rounded = (self._rounding(tokens).logits[0, first:-1].double() / temperature).log_softmax(-1)
+            off = 2 * (rounded - scores).abs().max().item()
+        return scores.gather(-1, tokens[0, first + 1 :, None])[:, 0].numpy(), scores.amax(-1).numpy(), off
 
 
 def _same(found: Iterable[Response], wanted: Iterable[Response]) -> bool:

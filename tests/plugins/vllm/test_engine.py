@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,8 +28,6 @@ from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.linked import Linked, interrupted
 from tests.plugins.vllm.serving import (
     BLOCK,
-    CLOSE,
-    END,
     LONGEST,
     ON_HOST,
     Policy,
@@ -161,26 +158,6 @@ def test_another_models_version_is_refused_before_it_is_received(engine: VllmEng
     policy.check_greedy(requests, generate(engine, requests))
 
 
-def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature(engine: VllmEngine, policy: Policy) -> None:
-    sampled, greedy = requests_of(12, temperature=0.7), requests_of(4)
-    responses = generate(engine, [*sampled, *greedy])
-    for request in sampled:
-        response = responses[request.request_id]
-        wanted = policy.logprobs(request.prompt_ids, response, temperature=0.7)
-        np.testing.assert_allclose(response.logprobs, wanted, atol=CLOSE)
-    policy.check_greedy(greedy, responses)
-
-
-def test_a_response_ends_with_an_end_token_or_is_truncated(engine: VllmEngine) -> None:
-    responses = generate(engine, requests_of(64, temperature=1.0, new=8))
-    ended = [response for response in responses.values() if response.token_ids[-1] == END]
-    assert ended and len(ended) < len(responses)
-    for response in responses.values():
-        assert END not in response.token_ids[:-1]
-        assert response.truncated == (response.token_ids[-1] != END)
-        assert len(response.token_ids) == 8 or not response.truncated
-
-
 def forcing(policy: Policy, token: int) -> dict[str, torch.Tensor]:
     """Return weights of the policy's form that generate ``token`` after anything."""
     weights = {name: torch.zeros_like(tensor) for name, tensor in policy.model.state_dict().items()}
@@ -225,17 +202,6 @@ def test_requests_go_on_across_an_update_and_others_read_nothing_of_before(engin
     whole = [one for one in others if set(responses[one.request_id].versions.tolist()) == {new}]
     assert others[1] in whole
     policy.check_greedy(whole, responses)
-
-
-def test_aborted_requests_leave_room(engine: VllmEngine, policy: Policy) -> None:
-    engine.submit(requests_of(16, new=100))
-    assert engine.capacity() == 0
-    engine.step()
-    running = engine.pending()
-    assert running > 0 and (engine.capacity(), engine.abort()) == (16 - running, running)
-    assert (engine.pending(), engine.capacity()) == (0, 16)
-    requests = requests_of(3)
-    policy.check_greedy(requests, generate(engine, requests))
 
 
 def test_what_does_not_fit_is_refused_and_nothing_of_it_is_taken(engine: VllmEngine) -> None:

@@ -18,7 +18,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
 from hwrl.weights import WeightSource
 from hwrl_vllm import LocalClient, ServerClient, TransferTrainer, TransferTrainerInit
-from tests.plugins.vllm.serving import BLOCK, LONGEST, ON_HOST, Policy
+from tests.plugins.vllm.serving import BLOCK, DTYPE, LONGEST, ON_HOST, Policy
 from tests.plugins.vllm.vllm_server import ON_DEVICE, PLAIN, REPO, VllmServer, of_page, vllm_server
 from tests.support.speed import slow
 
@@ -182,7 +182,7 @@ def test_an_llm_in_the_trainers_process_is_updated(
     settings |= {} if workers == 1 else {"tensor_parallel_size": workers, "worker_extension_cls": PLAIN[1]}
     llm = LLM(
         str(model_directory),
-        dtype="float32",
+        dtype=str(DTYPE).removeprefix("torch."),
         enforce_eager=True,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "hwrl"},

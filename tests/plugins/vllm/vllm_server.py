@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from hwrl_vllm.orphans import OWNER
-from tests.plugins.vllm.serving import BLOCK, LONGEST, ON_HOST, Policy, requests_of
+from tests.plugins.vllm.serving import BLOCK, DTYPE, LONGEST, ON_DEVICE_OPTIONS, ON_HOST, Policy, requests_of
 
 REPO = Path(__file__).parents[3]
-ON_DEVICE: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.2}
-"""Arguments for devices: attention that knows float32, and room for other tests."""
+ON_DEVICE = ON_DEVICE_OPTIONS | {"gpu_memory_utilization": 0.2}
+"""Arguments for devices, with room for other tests."""
 PLAIN = ["--worker-extension-cls", "tests.plugins.vllm.plain_layers.PlainLayers"]
 
 
@@ -66,7 +66,7 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
         port = free.getsockname()[1]
     arguments = {
         "model": model_directory,
-        "dtype": "float32",
+        "dtype": str(DTYPE).removeprefix("torch."),
         "kv-cache-memory-bytes": 64 << 20,
         "max-model-len": LONGEST,
         "block-size": BLOCK,

@@ -11,7 +11,6 @@ from hwrl.cli import main
 from hwrl.errors import ConfigError
 from hwrl.run.config import Config, dump_config, load_config
 from hwrl.run.config.explain import RENAMED, SAME_AS, all_keys
-from hwrl.run.inputs import check_inputs
 from tests.support.run_config import load, write_config
 
 
@@ -70,18 +69,6 @@ def test_every_key_that_is_suggested_exists() -> None:
     keys = set(all_keys(Config))
     assert keys >= {*SAME_AS, *(text.partition(",")[0] for text in RENAMED.values())}
     assert not {name for theirs in SAME_AS.values() for name in theirs} & {key.rpartition(".")[2] for key in keys}
-
-
-def test_a_name_on_the_hub_is_answered_with_the_command_that_downloads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="there is no model in") as caught:
-        check_inputs(load(tmp_path, "model.path=Qwen/Qwen3-0.6B"))
-    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B" in caught.value.fix
-    with pytest.raises(ConfigError, match="there is no model in") as caught:
-        check_inputs(load(tmp_path, "model.path=/a/b"))
-    assert "hf download" not in caught.value.fix
 
 
 def test_a_path_may_begin_in_the_home_directory(
