@@ -15,25 +15,13 @@ from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalS
 from hwrl.checkpoint import agreement as agreement_module
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.manifest import corrupt_error, inspect_checkpoint
-from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, await_keys
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.memory import Offloader
-from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.group_ranks import BACKEND, on_ranks
 
-BACKEND = CpuBackend(INFO)
 TIMEOUT_S = 200.0
-
-
-def on_ranks(target: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """Run ``target(group, *args)`` on each rank."""
-    store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, *args, timeout_s=1500)
-
-
-def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, *args: Any) -> Any:
-    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size) as group:
-        return target(group, *args)
 
 
 def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointManager:
@@ -275,25 +263,6 @@ def test_saves_in_the_background_go_on_after_one_that_a_rank_could_not_begin(
     assert local == [at_once, "", "", "", "", ""]
     assert told == ["", "CheckpointSaveError", "", "", "", ""]
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3, 4, 5, 6]
-
-
-def _be_interrupted(group: Group, directory: Path) -> list[str]:
-    texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
-    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=100.0) as manager:
-        for step in (1, 2, 3):
-            try:
-                manager.save(step, {"weight": torch.ones(2)})
-                manager.wait()
-            except (Interrupted, HwrlError) as exc:
-                texts.append(f"step {step}: {exc!r}")
-            group.barrier()
-    return texts
-
-
-def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path) -> None:
-    here, there = on_ranks(_be_interrupted, 2, tmp_path)
-    assert len(here) == 1 and "interrupted by Interrupted()" in here[0] and there == ["step 1: Interrupted()"]
-    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3]
 
 
 # -- names of some ranks ----------------------------------------------------------------------------------------

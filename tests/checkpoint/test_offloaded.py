@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from hwrl.checkpoint import CheckpointManager, DurableFS
-from hwrl.errors import CheckpointSaveError, MemoryStateError
+from hwrl.errors import CheckpointSaveError
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
@@ -163,23 +163,6 @@ def test_a_failed_save_gives_back_what_it_was_lent(tmp_path: Path) -> None:
         with offloader.loaded():  # would wait for ever
             train_step(model, optimizer)
         del caught
-
-
-def test_outside_of_lending_an_offloaded_state_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    with (
-        Offloader(model, optimizer, backend=BACKEND) as offloader,
-        CheckpointManager(tmp_path, backend=BACKEND) as opened,
-    ):
-        offloader.offload()
-        with pytest.raises(MemoryStateError, match="are offloaded"):
-            state_of(model, optimizer)
-        with offloader.lending():
-            state = state_of(model, optimizer)
-            with pytest.raises(MemoryStateError, match="has no storage"):
-                opened.save(1, state)
-            with pytest.raises(MemoryStateError, match="are offloaded"):
-                model(torch.ones(2, 8))
 
 
 class Weighing(DurableFS):
