@@ -69,9 +69,15 @@ class Outcome:
 # -- points ----------------------------------------------------------------------------------------------------------
 
 
+def two_nodes(store: str) -> Subject:
+    """Return FSDP2 on two nodes with disks of their own."""
+    return Managed(fsdp2, name="fsdp2-nodes", async_save=False, keep=1, ranks=2, own_disks=True, store=store)
+
+
 def few_subjects(store: str) -> list[Subject]:
-    """Return FSDP2 on one rank and on two, with every way to save."""
+    """Return FSDP2 on one rank, on two, and on two nodes, with every way to save."""
     return [
+        two_nodes(store),
         Managed(fsdp2, name="fsdp2-1", async_save=False, keep=1),
         Managed(fsdp2, name="fsdp2-1", async_save=True, on_device=True, keep=3),
         Managed(fsdp2, name="fsdp2-2", async_save=True, keep=1, ranks=2, store=store),
@@ -82,9 +88,9 @@ def few_subjects(store: str) -> list[Subject]:
 def all_subjects(store: str, model: Path) -> list[Subject]:
     """Return the subjects: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept.
 
-    Asynchronous saves are staged on the host with one step kept, and on the device with three.
+    Asynchronous saves are staged on the host with one step kept, and on the device with three. One is on two nodes.
     """
-    subjects: list[Subject] = []
+    subjects: list[Subject] = [two_nodes(store)]
     for mode, keep in itertools.product((False, True), (1, 3)):
         split = ("tp2", 2) if keep == 1 else ("dp2", 1)  # two Megatron ranks share the layers, or the optimizer's state
         makes: list[tuple[str, MakeTrainer, int]] = [
