@@ -70,7 +70,7 @@ def _why_unusable(backend: Backend) -> str:
     """Check memory, copies and a small model's numbers; return the first fault, "" if there is none."""
     import torch
 
-    from hwrl.memory.pagelock import host_empty
+    from hwrl.memory.pool import host_empty
     from hwrl.testing.glance import wrong_at_a_glance
 
     absent = backend.why_no_device()
