@@ -26,7 +26,7 @@ def trained(*, width: int = 8) -> dict[str, Any]:
     """Return a model and its optimizer after a step, as parts of a manager."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    parts = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    parts: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
     train_step(**parts)
     return parts
 
