@@ -70,7 +70,8 @@ def _check_range(info: CheckpointInfo, entry: Json) -> None:
 class PlannedLoad(DefaultLoadPlanner):
     """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has.
 
-    It is torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state.
+    It plans as torch's load planner does, and reads the files itself. It executes no code in a pickle, and the
+    checkpoint must fill the state.
     """
 
     def __init__(self, info: CheckpointInfo, state: dict[str, Any], saved: Metadata) -> None:
@@ -110,14 +111,6 @@ class PlannedLoad(DefaultLoadPlanner):
                 "nodes with `hwrl checkpoints join`, and give the result to all ranks",
             )
         return plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a non-tensor value into the state."""
-        *parents, last = self.mappings[read_item.dest_index.fqn]
-        target: Any = self.original_state_dict
-        for key in parents:
-            target = target[_original_key(target, key)]
-        target[_original_key(target, last)] = torch.load(value, map_location="cpu", weights_only=True)
 
     def run(self) -> None:
         """Fill the state in place. If this raises, a part of the state may have been overwritten.
