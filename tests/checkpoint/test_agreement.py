@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, find_checkpoints, resume
 from hwrl.checkpoint import agreement as agreement_module
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.manifest import corrupt_error, inspect_checkpoint
@@ -89,27 +89,6 @@ def test_an_error_that_another_rank_hears_names_the_rank_where_it_happened_once(
 # -- values of any size -----------------------------------------------------------------------------------------
 
 
-def _decide_on_much(group: Group) -> list[int]:
-    agreement = Agreement(group.store, rank=group.rank, size=group.size, timeout_s=TIMEOUT_S)
-    keys = []
-    for mib in (0, 9, 0):
-        with agreement.round() as ranks:
-            own = ranks.gather(noise(group.rank, mib))
-            assert (own is None) == (group.rank != 0)
-            both = ranks.broadcast(own)
-        assert both == [noise(rank, mib) for rank in range(group.size)]
-        with agreement.round():
-            pass
-        group.barrier()
-        keys.append(len([key for key in group.store.list_keys() if key.startswith("round") and "/beat" not in key]))
-        group.barrier()
-    return keys
-
-
-def test_values_above_8_mib_are_agreed_on_and_nothing_of_them_stays_in_the_store() -> None:
-    assert on_ranks(_decide_on_much, 2) == [[4, 4, 4]] * 2  # the last round's: two messages, the decision, and the end
-
-
 class Spying(DurableFS):
     """Notes the largest decision in the store while rank 1's tensors are written."""
 
@@ -124,7 +103,7 @@ class Spying(DurableFS):
             self.largest = max(self.largest, *sizes)
 
 
-def _save_much(group: Group, directory: Path) -> int:
+def _save_much(group: Group, directory: Path) -> tuple[int, int]:
     fs = Spying(group)
     extra, rank_extra = {"ledger": noise(9, 9)}, {"mine": noise(group.rank, 9)}
     state = {f"{number} {noise(number, 1 / 32)}": torch.full((2,), float(number)) for number in range(300)}
@@ -136,11 +115,16 @@ def _save_much(group: Group, directory: Path) -> int:
     assert resumed is not None and resumed.extra == extra
     assert resumed.rank_extras == [{"mine": noise(rank, 9)} for rank in range(group.size)]
     assert [tensor[0].item() for tensor in state.values()] == list(range(300))
-    return fs.largest
+    group.barrier()
+    left = len([key for key in group.store.list_keys() if "/round" in key and "/beat" not in key])
+    group.barrier()
+    return fs.largest, left
 
 
-def test_plans_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_ranks(tmp_path: Path) -> None:
-    assert 0 < on_ranks(_save_much, 2, tmp_path)[1] < 1 << 16
+def test_entries_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_ranks(tmp_path: Path) -> None:
+    largest, left = on_ranks(_save_much, 2, tmp_path)[1]
+    assert 0 < largest < 1 << 16
+    assert left == 4, "the last round's: two messages, the decision, and the end"
 
 
 # -- a rank fails to save ---------------------------------------------------------------------------------------
@@ -390,21 +374,3 @@ def _resume_unreadable(group: Group, directory: Path) -> str:
 
 def test_a_manifest_that_one_rank_cannot_read_after_the_verification_fails_the_resume_on_all(tmp_path: Path) -> None:
     assert all("the disk is gone" in text for text in on_ranks(_resume_unreadable, 2, tmp_path))
-
-
-# -- empty pieces -----------------------------------------------------------------------------------------------
-
-
-def _save_with_an_empty_piece(group: Group, directory: Path) -> list[float]:
-    piece = torch.arange(4.0) if group.rank == 0 else torch.empty(0)
-    busy = torch.zeros(64 if group.rank == 0 else 0)  # torch gives equal items to the rank with less to write
-    state = {"one": LocalShards((4,), torch.float32, {(0,): piece}), f"busy{group.rank}": busy}
-    with open_manager(group, directory) as manager:
-        manager.save(1, state)
-        plain = {"one": torch.zeros(4), f"busy{group.rank}": busy}
-        manager.resume(plain)
-    return plain["one"].tolist()
-
-
-def test_a_rank_with_an_empty_piece_does_not_take_the_place_of_the_rank_with_the_content(tmp_path: Path) -> None:
-    assert on_ranks(_save_with_an_empty_piece, 2, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2
