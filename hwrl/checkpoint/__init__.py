@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.directory import TRACKER_NAME as TRACKER_NAME
     from hwrl.checkpoint.directory import CheckpointDirectory as CheckpointDirectory
     from hwrl.checkpoint.directory import broken_checkpoints as broken_checkpoints
-    from hwrl.checkpoint.directory import has_saves as has_saves
     from hwrl.checkpoint.directory import unfinished_saves as unfinished_saves
     from hwrl.checkpoint.durable import DurableFS as DurableFS
     from hwrl.checkpoint.durable import FileRecord as FileRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -11,8 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.lock import PATIENCE_S, DirectoryLock
-from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
+from hwrl.checkpoint.lock import PATIENCE_S, DirectoryLock, try_flock
+from hwrl.checkpoint.manifest import MANIFEST_NAME, find_checkpoints, step_name
 from hwrl.errors import CheckpointError
 from hwrl.files import LOST, read_file
 
@@ -35,8 +36,9 @@ _log = logging.getLogger(__name__)
 class CheckpointDirectory:
     """The single writer of a directory with checkpoints, until :meth:`close`.
 
-    Opening it takes a lock, and removes what a dead writer left unfinished. The lock ends with the process. If another
-    process has it, opening waits up to ``lock_wait_s``.
+    Opening it takes ``lock``, and removes what a dead writer left unfinished. The lock ends with the process. If
+    another process has it, opening waits up to ``lock_wait_s``. ``fs`` changes nothing here if the directory was lost
+    to another process; a commit also proves that it was not lost to another object in this process.
 
     If each node has its own disk, each node has its own directory. It holds this node's part of each checkpoint, and a
     checkpoint is complete when every node holds its part. This class knows one node's directory only.
@@ -46,7 +48,7 @@ class CheckpointDirectory:
         self.path, self._fs = path, fs
         with os_errors_as_checkpoint_errors(path):
             fs.mkdir(path, mode=0o700)
-            self._lock = DirectoryLock(path, wait_s=lock_wait_s)
+            self.lock = DirectoryLock(path, wait_s=lock_wait_s)
         try:
             with os_errors_as_checkpoint_errors(path):
                 _read_tracker(path)  # if a directory has the tracker's name, fail now and not after a save
@@ -57,11 +59,10 @@ class CheckpointDirectory:
 
     def close(self) -> None:
         """Release the lock."""
-        self._lock.close()
+        self.lock.close()
 
     def create_draft(self, step: int, save_id: str) -> Path:
         """Create the draft of ``step`` and return its path. Drafts of earlier saves are removed first."""
-        self._lock.require()
         self._remove_leftovers()
         draft = draft_path(self.path, step, save_id)
         self._fs.mkdir(draft)
@@ -80,7 +81,7 @@ class CheckpointDirectory:
         When this returns, this node's part of the checkpoint survives a crash of the machine. If a directory already
         has the final name, it is put aside first, and none of its files are deleted.
         """
-        self._lock.require()
+        self.lock.require()
         final = self.path / step_name(step)
         self.put_aside([final])
         self._fs.rename(draft, final)
@@ -96,7 +97,6 @@ class CheckpointDirectory:
 
     def set_tracker(self, step: int) -> None:
         """Write ``step`` into the tracker file atomically."""
-        self._lock.require()
         if _read_tracker(self.path) != (text := str(step).encode()):
             self._fs.replace_file(self.path / TRACKER_NAME, text)
 
@@ -109,29 +109,24 @@ class CheckpointDirectory:
         """
         if keep is None:
             return
-        counted = [info for info in self.intact() if info.manifest.nodes == 1 or info.step <= self.announced_step]
+        intact = find_checkpoints(self.path)[0]
+        counted = [info for info in intact if info.manifest.nodes == 1 or info.step <= self.announced_step]
         for info in counted[:-keep]:
-            self._lock.require()
             self._remove_checkpoint(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
         """Rename checkpoints, so that their steps can be saved again. None of their files are deleted."""
-        self._lock.require()
         for path in paths:
             if os.path.lexists(path):
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
                 self._fs.sync_directory(self.path)
 
-    def intact(self) -> list[CheckpointInfo]:
-        """Return the checkpoints that are intact on this disk, oldest first. Other nodes may lack their parts."""
-        return find_checkpoints(self.path)[0]
-
     def _remove_checkpoint(self, path: Path) -> None:
         """Remove a checkpoint, unless a process is reading it."""
         # It is renamed first: a crash during the removal must not leave half of it under a checkpoint's name.
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
-        with hold_for_removal(path) as is_free:
-            if not is_free:
+        with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses LOCK_EX on a file opened for reading
+            if try_flock(manifest.fileno(), fcntl.LOCK_EX) is False:  # None: without locks, nobody can hold it
                 _log.info("keeping %s until a later save, because a process is reading it", path)
                 return
             self._fs.rename(path, trash)
@@ -143,18 +138,6 @@ class CheckpointDirectory:
         for path in unfinished_saves(self.path):
             _log.info("removing %s, left by an interrupted save, removal or start", path)
             self._fs.remove_tree(path)
-
-
-def has_saves(directory: Path) -> bool:
-    """Return whether ``directory`` has a checkpoint or the leftovers of a save. A lock file alone is neither.
-
-    Only names are checked, so this is also True for another program's ``global_step_<n>``, and for the marker files of
-    ranks that open a manager.
-    """
-    return directory.is_dir() and any(
-        step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _UNFINISHED.fullmatch(path.name)
-        for path in directory.iterdir()
-    )
 
 
 def unfinished_saves(directory: Path) -> list[Path]:

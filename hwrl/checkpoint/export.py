@@ -67,12 +67,13 @@ def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: Dur
         for entry in entries:
             if entry["name"] == aside and entry["kind"] == "BYTE_IO":
                 with (info.path / entry["file"]).open("rb") as file:
-                    try:
-                        require_stored(file, start=entry["start"], nbytes=entry["nbytes"])
-                    except ValueError as exc:
-                        raise corrupt_error(info.path, f"its data cannot be read: {exc}") from exc
                     file.seek(entry["start"])
-                    return bytes(file.read(entry["nbytes"]))
+                    data: bytes = file.read(entry["nbytes"])
+                try:
+                    require_stored(data)
+                except ValueError as exc:
+                    raise corrupt_error(info.path, f"its data cannot be read: {exc}") from exc
+                return data
     return None
 
 
@@ -101,7 +102,7 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
         fs = DurableFS()
         target = CheckpointDirectory(out, fs)
         stack.callback(target.close)
-        newest = max((info.step for info in target.intact()), default=-1)
+        newest = max((info.step for info in find_checkpoints(out)[0]), default=-1)
         if newest >= manifest.step:
             raise _failed(manifest.step, f"{out} already has step {newest}", fix="choose another --out")
         with _drafting(target, manifest.step) as draft:
@@ -149,7 +150,7 @@ def _drafting(target: CheckpointDirectory, step: int) -> Iterator[Path]:
         why = f"{exc.strerror}: {exc.filename or target.path}"
         intact: list[CheckpointInfo] = []
         with contextlib.suppress(CheckpointNotFoundError):  # the broken disk may refuse this, too
-            intact = target.intact()
+            intact = find_checkpoints(target.path)[0]
         if any(info.step == step for info in intact):
             why = f"it is complete in {target.path}, but its name may not be durable or not in the tracker ({why})"
         raise _failed(step, why, fix="fix the cause, or choose another --out") from exc

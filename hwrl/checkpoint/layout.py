@@ -12,13 +12,12 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
@@ -40,20 +39,6 @@ from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Man
 Json = dict[str, Any]
 StatePath = tuple[str | int, ...]
 """The path to a value in a nested state: dict keys and list positions. torch calls it ``OBJ_PATH``."""
-
-
-def _decode_item(item: Json) -> WriteItem:
-    kind = WriteItemType[item["kind"]]
-    if not isinstance(item["name"], str):
-        raise ValueError(f"{item['name']!r} is not a name")
-    if kind is WriteItemType.BYTE_IO:
-        return WriteItem(MetadataIndex(item["name"]), kind)
-    dtype = getattr(torch, item["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{item['dtype']!r} is not a dtype of torch")
-    chunk = ChunkStorageMetadata(torch.Size(item["offsets"]), torch.Size(item["sizes"]))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(item["shape"]))
-    return WriteItem(MetadataIndex(item["name"], chunk.offsets), kind, tensor_data=data)
 
 
 def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]) -> None:
@@ -87,17 +72,25 @@ def build_metadata_tables(
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for entry in entries:
-        item = _decode_item(entry)
-        name, data = item.index.fqn, item.tensor_data
-        if data is not None and math.prod(data.chunk.sizes) * data.properties.dtype.itemsize > entry["nbytes"]:
-            raise ValueError(f"{name!r} needs more than its {entry['nbytes']:,} bytes")
-        storage[item.index] = StorageInfo(entry["file"], entry["start"], entry["nbytes"])
-        described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
+        name, chunk = entry["name"], None
+        described: Any = BytesStorageMetadata()
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not a name")
+        if WriteItemType[entry["kind"]] is not WriteItemType.BYTE_IO:
+            dtype = getattr(torch, entry["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{entry['dtype']!r} is not a dtype of torch")
+            chunk = ChunkStorageMetadata(torch.Size(entry["offsets"]), torch.Size(entry["sizes"]))
+            if math.prod(chunk.sizes) * dtype.itemsize > entry["nbytes"]:
+                raise ValueError(f"{name!r} needs more than its {entry['nbytes']:,} bytes")
+            described = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), [])
+        index = MetadataIndex(name, None if chunk is None else chunk.offsets)
+        storage[index] = StorageInfo(entry["file"], entry["start"], entry["nbytes"])
         known = state.setdefault(name, described)
         if known is not described and (first := describe_saved(known)) != (this := describe_saved(described)):
             raise ValueError(f"{name!r} is {first} in one entry and {this} in another")
-        if data is not None:
-            known.chunks.append(data.chunk)
+        if chunk is not None:
+            known.chunks.append(chunk)
     for name, described in state.items():
         if isinstance(described, TensorStorageMetadata) and not _fit(described, all_chunks=all_chunks):
             raise ValueError(f"the chunks of {name!r} overlap or do not cover the tensor exactly, or lie outside it")
@@ -173,44 +166,14 @@ def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manif
     return manifest
 
 
-class _FileRange(io.RawIOBase):
-    """A range of an open file, as a file: ``nbytes`` bytes from byte ``start``.
-
-    torch has such a class, but it cannot seek relative to the end of the range.
-    """
-
-    def __init__(self, file: BinaryIO, *, start: int, nbytes: int) -> None:
-        super().__init__()
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        if self._at < 0:
-            raise OSError("cannot seek before the beginning of the file")
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._file.seek(self._start + self._at)
-        data = self._file.read(min(len(buffer), max(0, self._nbytes - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def require_stored(file: BinaryIO, *, start: int = 0, nbytes: int) -> None:
-    """Raise ValueError unless ``file`` has an uncompressed archive of ``nbytes`` bytes at byte ``start``.
+def require_stored(data: bytes) -> None:
+    """Raise ValueError unless ``data`` is an uncompressed archive.
 
     torch writes uncompressed records only, but its reader also accepts compressed ones. A forged megabyte could then
     unpack to gigabytes.
     """
     try:
-        with zipfile.ZipFile(io.BufferedReader(_FileRange(file, start=start, nbytes=nbytes))) as archive:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, OSError) as exc:
         raise ValueError(f"it has an archive that torch.save did not write: {exc}") from exc
@@ -218,7 +181,7 @@ def require_stored(file: BinaryIO, *, start: int = 0, nbytes: int) -> None:
         # Different readers look for the archive's table of contents in different places of such a file.
         raise ValueError("it has an archive with extra bytes before or after its content")
     unpacked = sum(record.file_size for record in records)
-    if unpacked > nbytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+    if unpacked > len(data) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(
-            f"an archive of {nbytes:,} bytes in it would unpack to {unpacked:,} bytes; hwrl does not compress"
+            f"an archive of {len(data):,} bytes in it would unpack to {unpacked:,} bytes; hwrl does not compress"
         )

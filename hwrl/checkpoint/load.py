@@ -11,15 +11,12 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from hwrl.checkpoint.layout import Json, build_metadata_tables, describe_saved, require_stored, state_path_of
 from hwrl.checkpoint.manifest import (
@@ -27,77 +24,61 @@ from hwrl.checkpoint.manifest import (
     MALFORMED,
     MAX_JSON_NBYTES,
     CheckpointInfo,
-    Manifest,
     corrupt_error,
 )
-from hwrl.checkpoint.shards import flatten, local_tensors, require_storage
+from hwrl.checkpoint.shards import flatten, is_offloaded, local_tensors, offloaded_error
 from hwrl.errors import CheckpointCorruptError, CheckpointError
 from hwrl.files import open_to_read, read_file
 
 
-class LayoutReader(FileSystemReader):
-    """torch's storage reader, but it reads the layout file. It never opens torch's own ``.metadata``, a pickle.
+def read_metadata(info: CheckpointInfo, entries: Sequence[Json] | None = None) -> Metadata:
+    """Build torch's metadata from the layout file. torch's own ``.metadata``, a pickle, is never opened.
 
-    A draft has no layout file yet. To read a draft, pass its layout as ``entries``.
+    A draft has no layout file yet: pass its layout as ``entries``. Raises CheckpointCorruptError if the layout is
+    malformed.
     """
+    try:
+        return _build(info, _read_layout(info) if entries is None else entries)
+    except CheckpointCorruptError:
+        raise
+    except (OSError, *MALFORMED) as exc:
+        raise corrupt_error(info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
-    def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
-        super().__init__(info.path)
-        self.info, self._entries = info, entries
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Build torch's metadata from the layout file. Raise CheckpointCorruptError if the file is malformed."""
-        try:
-            return self._build(_read_layout(self.info) if self._entries is None else self._entries)
-        except CheckpointCorruptError:
-            raise
-        except (OSError, *MALFORMED) as exc:
-            raise corrupt_error(self.info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
+def _build(info: CheckpointInfo, entries: Sequence[Json]) -> Metadata:
+    used: Counter[str] = Counter()
+    for entry in entries:
+        _check_range(info, entry)
+        used[entry["file"]] += entry["nbytes"]
+    state, storage = build_metadata_tables(entries, all_chunks=info.manifest.nodes == 1)
+    for name, nbytes in used.items():  # a forged layout may name the same few bytes for many tensors
+        if nbytes > info.manifest.files[name].nbytes:
+            why = f"the entries of {LAYOUT_NAME} need {nbytes:,} bytes in {name}, which has fewer"
+            raise corrupt_error(info.path, why)
+    return Metadata(state, storage_data=storage)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load ``plan``. Raise ValueError if an item would unpack to more bytes than it has on the disk."""
-        places = (self.storage_data[item.storage_index] for item in plan.items)
-        ranges = {(at.relative_path, at.offset, at.length) for at in places}
-        for name, in_file in itertools.groupby(sorted(ranges), key=operator.itemgetter(0)):
-            with open_to_read(Path(self.info.path) / name) as file:
-                for _, start, nbytes in in_file:
-                    require_stored(file, start=start, nbytes=nbytes)
-        return super().read_data(plan, planner)
 
-    def _build(self, entries: Sequence[Json]) -> Metadata:
-        used: Counter[str] = Counter()
-        for entry in entries:
-            self._check_range(entry)
-            used[entry["file"]] += entry["nbytes"]
-        state, storage = build_metadata_tables(entries, all_chunks=self.info.manifest.nodes == 1)
-        for name, nbytes in used.items():  # a forged layout may name the same few bytes for many tensors
-            if nbytes > self.info.manifest.files[name].nbytes:
-                why = f"the entries of {LAYOUT_NAME} need {nbytes:,} bytes in {name}, which has fewer"
-                raise corrupt_error(self.info.path, why)
-        return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
-
-    def _check_range(self, entry: Json) -> None:
-        state_path_of(entry)
-        record = self.info.manifest.files.get(entry["file"])
-        if record is None:
-            why = f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not list"
-            raise corrupt_error(self.info.path, why)
-        if entry["start"] < 0 or entry["nbytes"] < 0 or entry["start"] + entry["nbytes"] > record.nbytes:
-            raise corrupt_error(self.info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
+def _check_range(info: CheckpointInfo, entry: Json) -> None:
+    state_path_of(entry)
+    record = info.manifest.files.get(entry["file"])
+    if record is None:
+        raise corrupt_error(info.path, f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not list")
+    if entry["start"] < 0 or entry["nbytes"] < 0 or entry["start"] + entry["nbytes"] > record.nbytes:
+        raise corrupt_error(info.path, f"the bytes of {entry['name']!r} lie outside {entry['file']}")
 
 
 class PlannedLoad(DefaultLoadPlanner):
     """A load into a state that fits the checkpoint. ``unwanted`` has the names that only the checkpoint has.
 
-    It is torch's load planner, but it executes no code in a pickle, and the checkpoint must fill the state.
+    It plans as torch's load planner does, and reads the files itself. It executes no code in a pickle, and the
+    checkpoint must fill the state.
     """
 
-    def __init__(self, reader: LayoutReader, state: dict[str, Any], saved: Metadata) -> None:
+    def __init__(self, info: CheckpointInfo, state: dict[str, Any], saved: Metadata) -> None:
         super().__init__()
-        self._reader = reader
+        self._info = info
         self.set_up_planner(state, saved, is_coordinator=True)
-        reader.set_up_storage_reader(saved, is_coordinator=True)
-        self._plan = self.finish_plan(reader.prepare_local_plan(self.create_local_plan()))
+        self._plan = self.create_local_plan()
         self.unwanted = sorted(saved.state_dict_metadata.keys() - self.state_dict.keys())
 
     def create_local_plan(self) -> LoadPlan:
@@ -120,18 +101,16 @@ class PlannedLoad(DefaultLoadPlanner):
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 unfilled[item.dest_index.fqn] -= math.prod(item.lengths)
-        on_other_nodes = sorted(name for name, numel in unfilled.items() if numel > 0)
-        if on_other_nodes:
-            raise _on_another_node(self._reader.info.manifest, on_other_nodes)
+        if lacking := sorted(name for name, numel in unfilled.items() if numel > 0):
+            part = self._info.manifest
+            raise CheckpointError(
+                f"step {part.step} cannot be loaded on {socket.gethostname()}: this disk lacks some of {lacking[0]!r}",
+                why=f"the disk has only the part of node {part.node} (of {part.nodes} nodes), and this rank also needs "
+                f"bytes of {len(lacking)} tensors from the parts of other nodes",
+                fix="start the same number of ranks on the same nodes, in the same order; or join the parts of all "
+                "nodes with `hwrl checkpoints join`, and give the result to all ranks",
+            )
         return plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a non-tensor value into the state."""
-        *parents, last = self.mappings[read_item.dest_index.fqn]
-        target: Any = self.original_state_dict
-        for key in parents:
-            target = target[_original_key(target, key)]
-        target[_original_key(target, last)] = torch.load(value, map_location="cpu", weights_only=True)
 
     def run(self) -> None:
         """Fill the state in place. If this raises, a part of the state may have been overwritten.
@@ -139,18 +118,48 @@ class PlannedLoad(DefaultLoadPlanner):
         Raises CheckpointCorruptError if the bytes do not agree with the layout, CheckpointError if the disk cannot be
         read, and torch's OutOfMemoryError if the device has no room.
         """
+        assert self.metadata is not None, "set_up_planner comes first"
+        places = self.metadata.storage_data
+        items = [(_place(places[item.storage_index]), item) for item in self._plan.items]
+        items.sort(key=operator.itemgetter(0))
         try:
-            self._reader.read_data(self._plan, self).wait()
+            for name, in_file in itertools.groupby(items, key=lambda placed: placed[0][0]):
+                with open_to_read(self._info.path / name) as file:
+                    for (_, start, nbytes), same in itertools.groupby(in_file, key=operator.itemgetter(0)):
+                        file.seek(start)
+                        self._load(file.read(nbytes), [item for _, item in same])
         except torch.OutOfMemoryError:
             raise
+        except OSError as exc:
+            raise CheckpointError(
+                f"the data of {self._info.path.name} cannot be read",
+                why=f"{exc.strerror}: {exc.filename or self._info.path}",
+                fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
+            ) from exc
         except Exception as exc:  # forged bytes may raise any error
-            if (broken := _find_os_error(exc)) is not None:
-                raise CheckpointError(
-                    f"the data of {self._reader.info.path.name} cannot be read",
-                    why=f"{broken.strerror}: {broken.filename or self._reader.info.path}",
-                    fix="check the disk, and load again; it is not known whether the checkpoint is damaged",
-                ) from exc
-            raise corrupt_error(self._reader.info.path, f"its data cannot be read: {exc}") from exc
+            raise corrupt_error(self._info.path, f"its data cannot be read: {exc}") from exc
+
+    def _load(self, data: bytes, items: Sequence[ReadItem]) -> None:
+        """Put ``data``, one saved item, into each place in the state that needs some of it."""
+        require_stored(data)
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                *parents, last = self.mappings[item.dest_index.fqn]
+                target: Any = self.original_state_dict
+                for key in parents:
+                    target = target[_original_key(target, key)]
+                target[_original_key(target, last)] = value
+            else:
+                ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                part = value[tuple(slice(begin, begin + size) for begin, size in ranges)]
+                if part.size() != item.lengths:  # copy_ would repeat its elements
+                    raise ValueError(f"{item.storage_index.fqn!r} has the shape {list(value.size())} there")
+                self.resolve_tensor(item).detach().copy_(part)
+
+
+def _place(info: Any) -> tuple[str, int, int]:
+    return info.relative_path, info.offset, info.length
 
 
 def _original_key(target: Any, key: str | int) -> Any:
@@ -173,26 +182,6 @@ def misfit_error(why: str) -> CheckpointError:
     )
 
 
-def _on_another_node(manifest: Manifest, names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"step {manifest.step} cannot be loaded on {socket.gethostname()}: this disk lacks some of {names[0]!r}",
-        why=f"the disk has only the part of node {manifest.node} (of {manifest.nodes} nodes), and this rank also needs "
-        f"bytes of {len(names)} tensors from the parts of other nodes",
-        fix="start the same number of ranks on the same nodes, in the same order; or join the parts of all nodes with "
-        "`hwrl checkpoints join`, and give the result to all ranks",
-    )
-
-
-def _find_os_error(exc: BaseException) -> OSError | None:
-    """Return the error of the operating system behind ``exc``, or None. Python's own OSErrors have no errno."""
-    cause: BaseException | None = exc
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return None
-
-
 def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:
     """Raise CheckpointError if a node's checkpoint has a name that no rank of the node has in its state.
 
@@ -207,7 +196,7 @@ def require_all_wanted(unwanted: Sequence[tuple[int, list[str]]]) -> None:
 
 def read_entries(info: CheckpointInfo) -> list[Json]:
     """Return the entries of the layout file. Raise CheckpointCorruptError if they are malformed."""
-    LayoutReader(info).read_metadata()
+    read_metadata(info)
     return [dict(entry) for entry in _read_layout(info)]
 
 
@@ -237,8 +226,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
-        self.info, self._reader = info, LayoutReader(info, entries)
-        self._saved = self._reader.read_metadata()
+        self.info, self._saved = info, read_metadata(info, entries)
         described = self._saved.state_dict_metadata.items()
         self._described = {name: value for name, value in described if isinstance(value, TensorStorageMetadata)}
 
@@ -263,11 +251,13 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         Raises CheckpointError if the checkpoint lacks a name in ``state`` or has it with another shape or dtype, and
         MemoryStateError for an offloaded tensor.
         """
-        require_storage(flatten(state, CheckpointError)[0])
+        for (name, _), tensor in local_tensors(flatten(state, CheckpointError)[0]):
+            if is_offloaded(tensor):
+                raise offloaded_error(name)
         return self._plan(state, self._saved.state_dict_metadata)
 
     def _plan(self, state: dict[str, Any], described: Mapping[str, Any]) -> PlannedLoad:
-        return PlannedLoad(self._reader, state, replace(self._saved, state_dict_metadata=dict(described)))
+        return PlannedLoad(self.info, state, replace(self._saved, state_dict_metadata=dict(described)))
 
     def on_meta(self, name: str) -> torch.Tensor:
         """Return a tensor on the meta device with the shape and dtype of ``name``. No file is read."""

@@ -62,7 +62,7 @@ class DirectoryLock:
             content = _write_owner(descriptor)
             self._owned = OwnedDirectory(directory, LOCK_NAME, descriptor, lock_content=None if is_locked else content)
             cleanup.callback(self._owned.end)
-            self._owned.require()  # it may have been replaced before the lock was taken
+            self.require()  # it may have been replaced before the lock was taken
         except BaseException:
             self.close()
             raise

@@ -277,16 +277,6 @@ def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def hold_for_removal(path: Path) -> Iterator[bool]:
-    """Yield False if a process holds the checkpoint in ``path`` for reading; otherwise True.
-
-    After True, no process can begin to hold it during the block.
-    """
-    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses an exclusive lock on a file opened for reading
-        yield try_flock(manifest.fileno(), fcntl.LOCK_EX) is not False  # where there are no locks, nobody can hold it
-
-
 def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:
     """Return the error for a checkpoint that is damaged or incomplete, or cannot be read."""
     return CheckpointCorruptError(

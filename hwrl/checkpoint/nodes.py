@@ -20,7 +20,6 @@ from hwrl.checkpoint.directory import DRAFT_PREFIX, CheckpointDirectory, os_erro
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import find_checkpoints, step_of
 from hwrl.errors import CheckpointError
-from hwrl.files import require_owned
 
 
 @dataclass
@@ -54,7 +53,7 @@ class SharedDirectory:
         if self.own is None:
             return None
         with os_errors_as_checkpoint_errors(self.path):
-            require_owned(self.path)
+            self.own.lock.require()
             announced_step = self.own.announced_step
         intact, skipped = find_checkpoints(self.path)
         parts = {info.path.name: info.manifest for info in intact if info.path not in without}

@@ -82,15 +82,15 @@ class _AgreedSave(NamedTuple):
 class Saver:
     """Saves steps, one at a time. All ranks do it together, in four rounds of their agreement.
 
-    The plan of a save is who writes what. It is kept for as long as no rank's items change: then a rank sends no items,
-    and rank 0 assigns none. A rank forgets its plan before a first round, and knows it again when it has read the
-    decision of rank 0. So a rank that knows a plan, knows the one of rank 0.
+    The assignment is who writes what. It is kept for as long as no rank's items change: then a rank sends no items, and
+    rank 0 assigns none. A rank forgets the assignment before a first round, and knows it again when it has read the
+    decision of rank 0. So a rank that knows an assignment, knows the one of rank 0.
     """
 
     def __init__(self, shared: SharedDirectory, *, keep: int | None, tuning: SaveTuning) -> None:
         self._shared, self._keep, self._tuning = shared, keep, tuning
-        self._plan: tuple[list[SaveItem], list[int]] | None = None  # this rank's items, and positions of its own
-        self._packed_plans = [b""] * shared.agreement.size  # on rank 0: the entries of each rank's items, compressed
+        self._assigned: tuple[list[SaveItem], list[int]] | None = None  # this rank's items, and positions of its own
+        self._packed_entries = [b""] * shared.agreement.size  # on rank 0: those of each rank's items, compressed
 
     def save(self, captured: CapturedSave) -> None:
         """Write and commit ``captured``, and release its state.
@@ -140,7 +140,7 @@ class Saver:
 
     def _agree(self, captured: CapturedSave) -> _AgreedSave | None:
         """Agree with all ranks on this save. Return None if every rank has a pending error: nothing is saved then."""
-        shared, known, self._plan = self._shared, self._plan, None
+        shared, known, self._assigned = self._shared, self._assigned, None
         rank, leads = shared.agreement.rank, shared.own is not None
         with shared.agreement.round() as ranks:
             items = captured.state.list_items(max_nbytes=self._tuning.max_item_nbytes)
@@ -162,11 +162,11 @@ class Saver:
                 [extra] = ranks.hear([0])
             decision = ranks.broadcast(decision)
         if decision["save_id"] is None:
-            self._plan = known
+            self._assigned = known
             return None
         positions = decision["positions"]
         positions_here = known[1] if known and positions is None else positions[rank]
-        self._plan = items, positions_here
+        self._assigned = items, positions_here
         own = [items[position] for position in positions_here]
         if captured.state.offloaded:
             own.sort(key=lambda item: item.key not in captured.state.offloaded)  # the next offload waits for these
@@ -194,11 +194,12 @@ class Saver:
         changed = {rank: request["entries"] for rank, request in enumerate(requests) if request["entries"] is not None}
         if changed:
             for rank, entries in changed.items():
-                self._packed_plans[rank] = zlib.compress(json.dumps(entries).encode(), 1)
+                self._packed_entries[rank] = zlib.compress(json.dumps(entries).encode(), 1)
             positions: dict[int, list[int]] = {}
+            packed = self._packed_entries
             for ranks in shared.nodes:  # an item on two nodes is written on both
-                plans = [changed.get(rank) or json.loads(zlib.decompress(self._packed_plans[rank])) for rank in ranks]
-                positions |= zip(ranks, assign(plans), strict=True)
+                entries_here = [changed.get(rank) or json.loads(zlib.decompress(packed[rank])) for rank in ranks]
+                positions |= zip(ranks, assign(entries_here), strict=True)
             decision["positions"] = [positions[rank] for rank in range(len(requests))]
         return {**decision, "save_id": os.urandom(8).hex()}
 

@@ -95,13 +95,6 @@ def is_offloaded(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
-def require_storage(flat: Mapping[str, Any]) -> None:
-    """Raise MemoryStateError if a tensor of a flat state is offloaded."""
-    for (name, _), tensor in local_tensors(flat):
-        if is_offloaded(tensor):
-            raise offloaded_error(name)
-
-
 def offloaded_error(name: str) -> MemoryStateError:
     """Return the error for a tensor whose storage is empty."""
     return MemoryStateError(
@@ -179,22 +172,22 @@ def divide(shape: Offset, itemsize: int, *, max_nbytes: int) -> Iterator[tuple[O
             yield (*outer, start, *inner), (*(1,) * axis, min(rows, shape[axis] - start), *shape[axis + 1 :])
 
 
-def assign(plans: Sequence[Sequence[Json]]) -> list[list[int]]:
-    """Assign each item to one of the ranks that have it. Return for each rank the positions in its plan.
+def assign(entries: Sequence[Sequence[Json]]) -> list[list[int]]:
+    """Assign each item to one of the ranks that have it. Return for each rank the positions of its items.
 
-    ``plans`` has the entries of each rank's items. The rank with the fewest bytes to write gets a chunk. A non-tensor
-    value goes to the lowest rank with its name, because different ranks may have different values.
+    ``entries`` has those of each rank's items. The rank with the fewest bytes to write gets a chunk. A non-tensor value
+    goes to the lowest rank with its name, because different ranks may have different values.
     """
     holders: dict[tuple[Any, ...], dict[int, int]] = {}
-    for rank, entries in enumerate(plans):
-        for position, entry in enumerate(entries):
+    for rank, of_rank in enumerate(entries):
+        for position, entry in enumerate(of_rank):
             kind = (entry.get("dtype"), *entry.get("shape", ()))  # if ranks disagree, both are written, and refused
             holders.setdefault((entry["name"], *kind, *entry.get("offsets", ["value"])), {})[rank] = position
-    positions: list[list[int]] = [[] for _ in plans]
-    nbytes = [0] * len(plans)
+    positions: list[list[int]] = [[] for _ in entries]
+    nbytes = [0] * len(entries)
     for held in holders.values():
         rank = min(held)
-        entry = plans[rank][held[rank]]
+        entry = entries[rank][held[rank]]
         if "sizes" in entry:
             rank = min(held, key=nbytes.__getitem__)
             nbytes[rank] += math.prod(entry["sizes"]) * getattr(torch, entry["dtype"]).itemsize or 1

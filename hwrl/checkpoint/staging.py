@@ -67,8 +67,8 @@ class CapturedState:
     """One rank's state, kept until it is written. In a background save, training may change the original meanwhile.
 
     With ``copy``, the caller may change the contents of ``state`` as soon as this object is made, but not the shape of
-    a tensor or the ``pieces`` of a LocalShards until the plan is made. Without ``copy``, the tensors are not copied,
-    and the caller must not change them at all until they are written. ``flat`` is the state by names.
+    a tensor or the ``pieces`` of a LocalShards until its items are listed. Without ``copy``, the tensors are not
+    copied, and the caller must not change them at all until they are written. ``flat`` is the state by names.
 
     Each local tensor is in one of three mappings:
 
@@ -250,8 +250,11 @@ class StagingMemory:
         self._stream = stream = self._backend.stream()
         on_device = self._clone(tensors) if self._on_device else {}
         to_host = {key: tensor for key, tensor in tensors.items() if key not in on_device}
-        if not self._fits(to_host):
-            self._allocate_host_places(to_host)
+        places = {key: (place.shape, place.dtype) for key, place in self._host_places.items()}
+        if places != {key: (tensor.shape, tensor.dtype) for key, tensor in to_host.items()}:
+            self._host_places = {}  # the pool can free the old slab only when no tensor uses it
+            slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in to_host.values()))
+            self._host_places = _assign_places(slab, to_host)
         stream.wait_stream(self._backend.current_stream())
         try:
             with stream:
@@ -316,17 +319,11 @@ class StagingMemory:
 
     # -- on the device ------------------------------------------------------------------------------------------
 
-    def _measure_spare(self) -> int:
-        """Return the bytes that were free at the process's peak. No copy may be on the device during this call."""
-        self._note_peak(copies_nbytes=0)
-        info = self._backend.memory_info()
-        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
-
     def _note_peak(self, *, copies_nbytes: int) -> None:
         """Read the process's peak. If it has risen, the process needed it without ``copies_nbytes`` for itself.
 
         A peak during a save includes our own copies. We subtract all of them, although some may already have been
-        freed; so the result of :meth:`_measure_spare` may be too large.
+        freed; so the process may have needed more.
         """
         peak_nbytes = self._backend.memory_info().peak_nbytes
         if peak_nbytes > self._peak_nbytes:
@@ -338,7 +335,9 @@ class StagingMemory:
         device_type = self._backend.info.device_type
         candidates = [(key, tensor) for key, tensor in tensors.items() if tensor.device.type == device_type]
         clones: dict[LocalKey, torch.Tensor] = {}
-        spare_nbytes = self._measure_spare()  # before the first allocation
+        self._note_peak(copies_nbytes=0)  # before the first allocation
+        info = self._backend.memory_info()
+        spare_nbytes = info.free_nbytes + info.reserved_nbytes - self._needed_nbytes  # free at the process's peak
         for batch in batches(candidates, _padded_nbytes, nbytes=self._tuning.clone_batch_nbytes):
             slab = self._allocate(sum(map(_padded_nbytes, batch)), spare_nbytes)
             if slab is not None:
@@ -359,18 +358,6 @@ class StagingMemory:
         with contextlib.suppress(DeviceMemoryError), self._backend.allocating("a copy of the state"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device())
         return None
-
-    # -- on the host --------------------------------------------------------------------------------------------
-
-    def _fits(self, tensors: LocalTensors) -> bool:
-        """Return whether the slab of the last save has exactly the places that ``tensors`` need."""
-        places = {key: (place.shape, place.dtype) for key, place in self._host_places.items()}
-        return places == {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-
-    def _allocate_host_places(self, tensors: LocalTensors) -> None:
-        self._host_places = {}  # the pool can free the old slab only when no tensor uses it
-        slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
-        self._host_places = _assign_places(slab, tensors)
 
 
 def _assign_places(slab: torch.Tensor, tensors: LocalTensors) -> dict[LocalKey, torch.Tensor]:

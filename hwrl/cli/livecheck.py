@@ -68,7 +68,7 @@ def _why_unusable(backend: Backend) -> str:
     """Check memory, copies and a small model's numbers; return the first fault, "" if there is none."""
     import torch
 
-    from hwrl.memory.pagelock import host_empty
+    from hwrl.memory.pool import host_empty
     from hwrl.testing.compute import ATTENTIONS, why_refused, wrong_attention, wrong_training
     from hwrl.testing.varlen import PACKED, wrong_varlen
 

@@ -6,6 +6,6 @@ from hwrl.memory.fingerprint import bytes_of as bytes_of
 from hwrl.memory.lending import HostCopies as HostCopies
 from hwrl.memory.lending import HostCopy as HostCopy
 from hwrl.memory.offload import Offloader as Offloader
-from hwrl.memory.pagelock import PageLocked as PageLocked
+from hwrl.memory.pool import PageLocked as PageLocked
 from hwrl.memory.pool import PinnedPool as PinnedPool
 from hwrl.memory.storages import own_memory as own_memory

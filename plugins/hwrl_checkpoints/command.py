@@ -67,12 +67,13 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
 
     Raises CheckpointNotFoundError if hwrl never saved there. With ``or_owner``, a running writer is enough.
     """
-    from hwrl.checkpoint import find_checkpoints, has_saves
+    from hwrl.checkpoint import broken_checkpoints, find_checkpoints, unfinished_saves
 
     found, inner = directory, directory / _SUBDIRECTORY
     if inner.is_dir() and not any(find_checkpoints(directory)):
         found = inner
-    if not has_saves(found) and not (or_owner and _owner(found)):
+    has_saves = found.is_dir() and any([*find_checkpoints(found), unfinished_saves(found), broken_checkpoints(found)])
+    if not has_saves and not (or_owner and _owner(found)):
         raise _no_checkpoint_error(found)
     return found
 
@@ -273,7 +274,7 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint import CheckpointDirectory, DurableFS, verify_files
+    from hwrl.checkpoint import CheckpointDirectory, DurableFS, find_checkpoints, verify_files
 
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
@@ -287,14 +288,14 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         )
     directory = CheckpointDirectory(args.dir, DurableFS())
     try:
-        complete = directory.intact()
+        complete = find_checkpoints(args.dir)[0]
         before = {info.step: info.nbytes for info in complete}
         for info in complete[-args.keep :]:
             verify_files(info, info.manifest.files)  # a damaged checkpoint must not outlive a good one
         if before and not any(info.manifest.nodes > 1 for info in complete):
             directory.set_tracker(max(before))  # other nodes may lack a part; only its trainer knows
         directory.retain(args.keep)
-        kept = {info.step for info in directory.intact()}
+        kept = {info.step for info in find_checkpoints(args.dir)[0]}
     finally:
         directory.close()
     removed = [step for step in before if step not in kept]

@@ -11,29 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, find_checkpoints, resume
 from hwrl.checkpoint import agreement as agreement_module
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.manifest import corrupt_error, inspect_checkpoint
-from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, await_keys
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.memory import Offloader
-from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.group_ranks import BACKEND, on_ranks
 
-BACKEND = CpuBackend(INFO)
 TIMEOUT_S = 200.0
-
-
-def on_ranks(target: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """Run ``target(group, *args)`` on each rank."""
-    store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, *args, timeout_s=1500)
-
-
-def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, *args: Any) -> Any:
-    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size) as group:
-        return target(group, *args)
 
 
 def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointManager:
@@ -101,27 +89,6 @@ def test_an_error_that_another_rank_hears_names_the_rank_where_it_happened_once(
 # -- values of any size -----------------------------------------------------------------------------------------
 
 
-def _decide_on_much(group: Group) -> list[int]:
-    agreement = Agreement(group.store, rank=group.rank, size=group.size, timeout_s=TIMEOUT_S)
-    keys = []
-    for mib in (0, 9, 0):
-        with agreement.round() as ranks:
-            own = ranks.gather(noise(group.rank, mib))
-            assert (own is None) == (group.rank != 0)
-            both = ranks.broadcast(own)
-        assert both == [noise(rank, mib) for rank in range(group.size)]
-        with agreement.round():
-            pass
-        group.barrier()
-        keys.append(len([key for key in group.store.list_keys() if key.startswith("round") and "/beat" not in key]))
-        group.barrier()
-    return keys
-
-
-def test_values_above_8_mib_are_agreed_on_and_nothing_of_them_stays_in_the_store() -> None:
-    assert on_ranks(_decide_on_much, 2) == [[4, 4, 4]] * 2  # the last round's: two messages, the decision, and the end
-
-
 class Spying(DurableFS):
     """Notes the largest decision in the store while rank 1's tensors are written."""
 
@@ -136,7 +103,7 @@ class Spying(DurableFS):
             self.largest = max(self.largest, *sizes)
 
 
-def _save_much(group: Group, directory: Path) -> int:
+def _save_much(group: Group, directory: Path) -> tuple[int, int]:
     fs = Spying(group)
     extra, rank_extra = {"ledger": noise(9, 9)}, {"mine": noise(group.rank, 9)}
     state = {f"{number} {noise(number, 1 / 32)}": torch.full((2,), float(number)) for number in range(300)}
@@ -148,11 +115,16 @@ def _save_much(group: Group, directory: Path) -> int:
     assert resumed is not None and resumed.extra == extra
     assert resumed.rank_extras == [{"mine": noise(rank, 9)} for rank in range(group.size)]
     assert [tensor[0].item() for tensor in state.values()] == list(range(300))
-    return fs.largest
+    group.barrier()
+    left = len([key for key in group.store.list_keys() if "/round" in key and "/beat" not in key])
+    group.barrier()
+    return fs.largest, left
 
 
-def test_plans_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_ranks(tmp_path: Path) -> None:
-    assert 0 < on_ranks(_save_much, 2, tmp_path)[1] < 1 << 16
+def test_entries_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_ranks(tmp_path: Path) -> None:
+    largest, left = on_ranks(_save_much, 2, tmp_path)[1]
+    assert 0 < largest < 1 << 16
+    assert left == 4, "the last round's: two messages, the decision, and the end"
 
 
 # -- a rank fails to save ---------------------------------------------------------------------------------------
@@ -275,25 +247,6 @@ def test_saves_in_the_background_go_on_after_one_that_a_rank_could_not_begin(
     assert local == [at_once, "", "", "", "", ""]
     assert told == ["", "CheckpointSaveError", "", "", "", ""]
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3, 4, 5, 6]
-
-
-def _be_interrupted(group: Group, directory: Path) -> list[str]:
-    texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
-    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=100.0) as manager:
-        for step in (1, 2, 3):
-            try:
-                manager.save(step, {"weight": torch.ones(2)})
-                manager.wait()
-            except (Interrupted, HwrlError) as exc:
-                texts.append(f"step {step}: {exc!r}")
-            group.barrier()
-    return texts
-
-
-def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path) -> None:
-    here, there = on_ranks(_be_interrupted, 2, tmp_path)
-    assert len(here) == 1 and "interrupted by Interrupted()" in here[0] and there == ["step 1: Interrupted()"]
-    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3]
 
 
 # -- names of some ranks ----------------------------------------------------------------------------------------
@@ -421,21 +374,3 @@ def _resume_unreadable(group: Group, directory: Path) -> str:
 
 def test_a_manifest_that_one_rank_cannot_read_after_the_verification_fails_the_resume_on_all(tmp_path: Path) -> None:
     assert all("the disk is gone" in text for text in on_ranks(_resume_unreadable, 2, tmp_path))
-
-
-# -- empty pieces -----------------------------------------------------------------------------------------------
-
-
-def _save_with_an_empty_piece(group: Group, directory: Path) -> list[float]:
-    piece = torch.arange(4.0) if group.rank == 0 else torch.empty(0)
-    busy = torch.zeros(64 if group.rank == 0 else 0)  # torch gives equal items to the rank with less to write
-    state = {"one": LocalShards((4,), torch.float32, {(0,): piece}), f"busy{group.rank}": busy}
-    with open_manager(group, directory) as manager:
-        manager.save(1, state)
-        plain = {"one": torch.zeros(4), f"busy{group.rank}": busy}
-        manager.resume(plain)
-    return plain["one"].tolist()
-
-
-def test_a_rank_with_an_empty_piece_does_not_take_the_place_of_the_rank_with_the_content(tmp_path: Path) -> None:
-    assert on_ranks(_save_with_an_empty_piece, 2, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2

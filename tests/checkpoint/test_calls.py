@@ -16,7 +16,7 @@ import torch
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, SaveTuning
 from hwrl.checkpoint.layout import seal
 from hwrl.cli import main
-from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
+from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.gated import Gated
 
@@ -140,11 +140,6 @@ def test_state_that_the_format_cannot_hold_is_refused(tmp_path: Path, state: dic
         opened.save(1, {"a": torch.ones(3, 3)})
         with pytest.raises(CheckpointError):
             opened.resume(state)
-
-
-def test_another_librarys_group_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)group=.*hwrl.comm.Group.*default_group\(\)"):
-        manager(tmp_path, group=object())
 
 
 def test_the_default_device_is_the_callers_own_matter(tmp_path: Path) -> None:

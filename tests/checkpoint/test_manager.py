@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
+from hwrl.checkpoint import CheckpointManager, find_checkpoints
 from hwrl.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, ConfigError, MemoryStateError
 from hwrl.memory import Offloader
 from hwrl_cpu import INFO, CpuBackend
@@ -27,32 +25,6 @@ def manager(directory: Path, **options: Any) -> CheckpointManager:
     return CheckpointManager(directory, backend=BACKEND, **options)
 
 
-def trained(*, steps: int = 2, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        train_step(model, optimizer)
-    return model, optimizer
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    loss = model(torch.arange(24.0).reshape(4, 6).sin()).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names, values = get_state_dict(model, optimizer)
-    return {"model": names, "optimizer": values}
-
-
-def load_into(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
 def small(value: float) -> dict[str, Any]:
     return {"weight": torch.full((3,), float(value)), "count": int(value)}
 
@@ -65,66 +37,21 @@ def loaded_value(directory: Path) -> float:
     return float(state["count"])
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_training_goes_on_bit_equal_after_a_resume(tmp_path: Path, async_save: bool) -> None:
-    model, optimizer = trained()
-    with manager(tmp_path, async_save=async_save) as opened:
-        opened.save(2, state_of(model, optimizer), weight_version=7, extra={"position": 11}, rank_extra={"seed": 3})
-        losses = [train_step(model, optimizer) for _ in range(3)]
-    other, its_optimizer = trained(steps=0, seed=1)
-    with manager(tmp_path) as opened:
-        state = state_of(other, its_optimizer)
-        resumed = opened.resume(state)
-        assert resumed is not None
-        load_into(other, its_optimizer, state)
-    assert (resumed.step, resumed.info.weight_version, resumed.skipped) == (2, 7, [])
-    assert (resumed.extra, resumed.rank_extras) == ({"position": 11}, [{"seed": 3}])
-    assert [train_step(other, its_optimizer) for _ in range(3)] == losses
-
-
-def test_awkward_tensors_come_back_bit_equal(tmp_path: Path) -> None:
-    base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+def test_shared_tensors_and_plain_values_come_back(tmp_path: Path) -> None:
     tied = torch.arange(5.0)
     state: dict[str, Any] = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "turned": base.t(),
-        "strided": base[::2, 1:4],
-        "half": base.bfloat16(),
-        "flags": base > 0,
         "tied": [tied, tied],
         "plain": {"none": None, "text": "x", "pair": (1, 2.5), "nothing": {}},
     }
+    other: dict[str, Any] = {
+        "tied": [torch.zeros(5), torch.zeros(5)],
+        "plain": {"none": 0, "text": 0, "pair": 0, "nothing": {}},
+    }
     with manager(tmp_path, async_save=True) as opened:
         opened.save(1, state)
-    blank = {name: _blank(value) for name, value in state.items()}
-    with manager(tmp_path) as opened:
-        opened.resume(blank)
-    assert blank["plain"] == state["plain"]
-    assert torch.equal(blank["tied"][1], tied)
-    for name in ("scalar", "empty", "turned", "strided", "half", "flags"):
-        assert torch.equal(blank[name], state[name]), name
-
-
-def _blank(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype)
-    if isinstance(value, dict):
-        return {name: _blank(one) if one != {} else {} for name, one in value.items()}
-    return [_blank(one) for one in value] if isinstance(value, list) else None
-
-
-def test_sync_and_async_write_the_same_files(tmp_path: Path) -> None:
-    kinds: list[set[tuple[str, int]]] = []
-    for async_save in (False, True):
-        home = tmp_path / str(async_save)
-        with manager(home, async_save=async_save, max_ckpt_to_keep=2) as opened:
-            for step in (1, 2, 3):
-                opened.save(step, small(step), export=lambda hf, _: (hf / "config.json").write_text("{}"))
-        kinds.append({(str(path.relative_to(home)), path.is_dir()) for path in home.rglob("*")})
-    assert kinds[0] == kinds[1]
-    assert {"global_step_2", "global_step_3", "global_step_3/hf/config.json", TRACKER} <= {name for name, _ in kinds[0]}
-    assert "global_step_1" not in {name for name, _ in kinds[0]}
+        opened.resume(other)
+    assert other["plain"] == state["plain"]
+    assert all(torch.equal(one, tied) for one in other["tied"])
 
 
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
@@ -139,15 +66,6 @@ def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     assert manifest.files["hf/a.txt"].nbytes == 5
     assert info.nbytes == sum((info.path / name).stat().st_size for name in manifest.files)
     assert (tmp_path / TRACKER).read_text() == "4"
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_the_checkpoint_without_hwrl(tmp_path: Path) -> None:
-    with manager(tmp_path) as opened:
-        opened.save(1, small(5))
-    state = {"weight": torch.zeros(3)}
-    load(state, checkpoint_id=str(tmp_path / "global_step_1"), no_dist=True)
-    assert state["weight"].tolist() == [5.0] * 3
 
 
 def test_torch_makes_one_file_of_it_with_the_states_own_nesting(tmp_path: Path) -> None:
@@ -177,27 +95,6 @@ def test_the_newest_are_kept_across_restarts(tmp_path: Path) -> None:
             opened.save(step, small(step))
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [3, 4]
     assert not list(tmp_path.glob(".tmp*")) and not list(tmp_path.glob(".trash*"))
-
-
-class Watching(DurableFS):
-    """Notes the complete checkpoints at each removal."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-        self.seen: list[list[int]] = []
-
-    def before(self, operation: str, path: Path) -> None:
-        if operation == "rename" and path.name.startswith("global_step"):
-            self.seen.append([info.step for info in find_checkpoints(self.directory)[0]])
-
-
-def test_the_previous_checkpoint_outlives_the_writing_of_the_next(tmp_path: Path) -> None:
-    fs = Watching(tmp_path)
-    with manager(tmp_path, max_ckpt_to_keep=1, fs=fs) as opened:
-        opened.save(1, small(1))
-        opened.save(2, small(2))
-    assert fs.seen == [[1, 2]]
 
 
 def test_an_empty_directory_has_nothing_to_resume(tmp_path: Path) -> None:
@@ -267,11 +164,11 @@ def test_extra_that_json_would_alter_is_refused(tmp_path: Path, extra: dict[str,
 
 
 def test_offloaded_state_is_refused_instead_of_read(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = state_of(model, optimizer)
-    with manager(tmp_path) as opened, Offloader(model, optimizer, backend=BACKEND) as offloader:
+    model = nn.Linear(3, 3)
+    state = {"model": model.state_dict()}
+    with manager(tmp_path) as opened, Offloader(model, backend=BACKEND) as offloader:
         offloader.offload()
-        with pytest.raises(MemoryStateError, match="has no storage"):
+        with offloader.lending(), pytest.raises(MemoryStateError, match="has no storage"):
             opened.save(1, state)
         with offloader.loaded():
             opened.save(1, state)
@@ -295,9 +192,17 @@ def test_an_export_that_fails_leaves_the_directory_as_it_was(tmp_path: Path, exp
         opened.save(1, small(1))
 
 
-def test_keeping_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_ckpt_to_keep=0"):
-        manager(tmp_path, max_ckpt_to_keep=0)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_ckpt_to_keep": 0}, "max_ckpt_to_keep=0"),
+        ({"staging": "device"}, "not allowed without async_save"),
+        ({"staging": "moon", "async_save": True}, 'give "host" or "device"'),
+    ],
+)
+def test_an_impossible_option_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        manager(tmp_path, **options)
 
 
 def test_opening_removes_what_hwrl_left_and_nothing_of_anybody_else(tmp_path: Path) -> None:
@@ -325,20 +230,6 @@ def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
 
 
 # -- in the background ------------------------------------------------------------------------------------------
-
-
-def test_the_trainer_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
-    fs, state = Gated(), small(1)
-    with manager(tmp_path, async_save=True, fs=fs) as opened:
-        report = opened.save(1, state)
-        assert fs.arrived.wait(300)
-        state["weight"].fill_(99)
-        assert not (tmp_path / TRACKER).exists(), "only a complete save is announced"
-        fs.gate.set()
-        opened.wait()
-        assert (tmp_path / TRACKER).read_text() == "1"
-    assert report.staged_nbytes == 12
-    assert loaded_value(tmp_path) == 1
 
 
 def test_a_save_waits_for_the_one_before_and_says_how_long(tmp_path: Path) -> None:
@@ -382,22 +273,3 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path, ca
         opened.save(1, small(1))
         raise ZeroDivisionError
     assert "step 1 was not saved" in caplog.text
-
-
-class Counting(CpuBackend):
-    """Notes the bytes of page-locked memory."""
-
-    def __init__(self) -> None:
-        super().__init__(INFO)
-        self.asked_nbytes: list[int] = []
-
-    def register_host_memory(self, memory: torch.Tensor) -> None:
-        self.asked_nbytes.append(memory.nbytes)
-
-
-def test_host_memory_for_staging_is_allocated_once(tmp_path: Path) -> None:
-    backend = Counting()
-    with CheckpointManager(tmp_path, async_save=True, max_ckpt_to_keep=1, backend=backend) as opened:
-        for step in range(1, 5):
-            opened.save(step, {"weight": torch.ones(1 << 10)})
-    assert backend.asked_nbytes == [4096]

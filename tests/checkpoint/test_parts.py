@@ -5,144 +5,85 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hwrl.checkpoint import CheckpointManager, rng_state
-from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.checkpoint import CheckpointManager
+from hwrl.comm import Group, HashStore
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.memory import Offloader
-from hwrl.testing.processes import run_processes
-from hwrl_cpu import INFO, CpuBackend
+from tests.checkpoint.programs import BACKEND, KINDS, Unusual, Usual, made, state_of, two_modules, with_optimizers
 from tests.support.gated import Gated
+from tests.support.group_ranks import on_ranks
 from tests.support.optimizers import OPTIMIZERS, assert_same, frozen
 
-BACKEND = CpuBackend(INFO)
 STEPS = 4
-EVERY_TIME = ("AdamW", "AdamW-fused", "SGD", "SGD-momentum", "Muon", "own")
+EVERY_TIME = {"AdamW", "AdamW-fused", "SGD", "SGD-momentum", "Muon", "own"} | (KINDS.keys() - OPTIMIZERS.keys())
 
 
-class Policy(nn.Module):
-    """Tied, frozen and unused parameters, dropout, and a buffer that steps change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 32)
-        self.inner = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 32))
-        self.inner[3].bias.requires_grad_(False)
-        self.unused = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 16, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.inner(self.embed(tokens)))
-        return result
+@pytest.fixture
+def one_rank() -> Any:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-class Program:
-    """A plain loop: two micro-batches a step, clipped gradients, one scheduler for each optimizer, hooks of its own."""
-
-    def __init__(self, kind: str, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model: nn.Module = Policy()
-        self.optimizers = OPTIMIZERS[kind](self.model)
-        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 10) for one in self.optimizers]
-        self.calls: list[str] = []
-        for one in self.optimizers:
-            one.register_step_pre_hook(lambda *_: self.calls.append("before"))
-            one.register_step_post_hook(lambda *_: self.calls.append("after"))
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"model": self.model}
-        for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
-            parts |= {f"optimizer{number}": optimizer, f"scheduler{number}": scheduler}
-        return parts
-
-    def step(self) -> None:
-        for _ in range(2):
-            tokens = torch.randint(16, (8,))
-            nn.functional.cross_entropy(self.model(tokens), tokens).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-
-    def state(self) -> Any:
-        return frozen(
-            {
-                "parts": {name: part.state_dict() for name, part in self.parts.items()},
-                "gradients": [one.grad for one in self.model.parameters()],
-                "random numbers": rng_state(BACKEND),
-                "calls": self.calls,
-                "step": [type(one).step for one in self.optimizers],
-                "hooks": [len(one._optimizer_step_pre_hooks) for one in self.optimizers],
-            }
-        )
-
-
-@contextlib.contextmanager
-def joined(program: Program, directory: Path, part: str, *, async_save: bool) -> Iterator[Any]:
-    """Run with hwrl's parts: yield the manager, or None, and the offloader, or None."""
+def train(one: SimpleNamespace, directory: Path, *, begin: int | None, saves: bool, offloads: bool) -> None:
+    """Train to the end; with ``begin``, from the checkpoint of this step in the directory ``saved`` beside."""
     with contextlib.ExitStack() as opened:
         manager = offloader = None
-        if part != "offload":
-            manager = CheckpointManager(directory, backend=BACKEND, async_save=async_save, **program.parts)
-            opened.enter_context(manager)
-        if part != "checkpoint":
-            # Two optimizers in one holder, as a user's class may have them.
-            offloader = Offloader(program.model, SimpleNamespace(all=program.optimizers), backend=BACKEND)
-            opened.enter_context(offloader)
-        yield SimpleNamespace(manager=manager, offloader=offloader)
-
-
-def train(program: Program, joined: Any, *, begin: int, end: int) -> None:
-    for step in range(begin, end):
-        with contextlib.nullcontext() if joined.offloader is None else joined.offloader.loaded():
-            program.step()
-        if joined.offloader is not None:
-            joined.offloader.offload()
-        if joined.manager is not None:
-            with contextlib.nullcontext() if joined.offloader is None else joined.offloader.lending():
-                joined.manager.save(step + 1, offloader=joined.offloader)
-
-
-@pytest.mark.parametrize("part", ["checkpoint", "offload", "both"])
-@pytest.mark.parametrize(
-    "kind", [kind if kind in EVERY_TIME else pytest.param(kind, marks=pytest.mark.extended) for kind in OPTIMIZERS]
-)
-def test_a_program_is_the_same_with_and_without_hwrl(kind: str, part: str, tmp_path: Path) -> None:
-    program = Program(kind, seed=0)
-    for _ in range(STEPS):
-        program.step()
-    expected = program.state()
-    fresh = Program(kind, seed=0)
-    with joined(fresh, tmp_path, part, async_save=True) as parts:
-        if parts.manager is not None:
-            assert parts.manager.resume() is None
-            parts.manager.save(0)
-        train(fresh, parts, begin=0, end=STEPS)
-    assert_same(fresh.state(), expected)
-    if part == "offload":
-        return
-    for begin in (0, 2):
-        resumed = Program(kind, seed=1)
-        with joined(resumed, tmp_path / f"from {begin}", part, async_save=False) as parts:
-            with CheckpointManager(tmp_path, backend=BACKEND, **resumed.parts) as saved:
+        if saves:
+            manager = opened.enter_context(CheckpointManager(directory, backend=BACKEND, async_save=True, **one.parts))
+        if offloads:
+            # Several optimizers in one holder, as a user's class may have them.
+            optimizers = [part for part in one.parts.values() if isinstance(part, torch.optim.Optimizer)]
+            models = nn.ModuleList([part for part in one.parts.values() if isinstance(part, nn.Module)])
+            offloader = opened.enter_context(Offloader(models, SimpleNamespace(all=optimizers), backend=BACKEND))
+        if begin is not None:
+            with CheckpointManager(directory.with_name("saved"), backend=BACKEND, **one.parts) as saved:
                 found = saved.resume(step=begin)
             assert found is not None and found.step == begin
-            train(resumed, parts, begin=begin, end=STEPS)
-        resumed.calls = ["before", "after"] * (STEPS * len(resumed.optimizers))
-        assert_same(resumed.state(), expected)
+        elif manager is not None:
+            assert manager.resume() is None
+            manager.save(0)
+        for step in range(begin or 0, STEPS):
+            with contextlib.nullcontext() if offloader is None else offloader.loaded():
+                one.step()
+            if offloader is not None:
+                offloader.offload()
+            if manager is not None:
+                with contextlib.nullcontext() if offloader is None else offloader.lending():
+                    manager.save(step + 1, offloader=offloader)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "kind", [kind if kind in EVERY_TIME else pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS]
+)
+def test_a_program_is_the_same_with_and_without_hwrl(kind: str, tmp_path: Path) -> None:
+    plain = made(kind, seed=0)
+    for _ in range(STEPS):
+        plain.step()
+    expected = state_of(plain)
+    for name, begin, saves, offloads in [
+        ("saved", None, True, False),
+        ("offloaded", None, False, True),
+        ("from the start", 0, True, True),
+        ("from the middle", 2, True, True),
+    ]:
+        one = made(kind, seed=0 if begin is None else 1)
+        train(one, tmp_path / name, begin=begin, saves=saves, offloads=offloads)
+        assert_same(state_of(one), expected, where=name)
+        if begin is None and kind in OPTIMIZERS:
+            assert one.calls == plain.calls, "the hooks of an optimizer, by its own steps alone"
 
 
 def linear(*, size: int = 4) -> dict[str, Any]:
@@ -230,6 +171,39 @@ def test_what_cannot_be_taken_is_refused_by_name(tmp_path: Path) -> None:
             manager.resume()
 
 
+def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
+    """The names of an optimizer's parameters must not depend on it: a state that is not found is not restored."""
+    one, other = two_modules(shares=True), two_modules(order=("critic", "model"), shares=True)
+    one.step()
+    with CheckpointManager(tmp_path, backend=BACKEND, **one.parts) as manager:
+        manager.save(1)
+    with CheckpointManager(tmp_path, backend=BACKEND, **other.parts) as manager:
+        assert manager.resume() is not None
+    for name, part in one.parts.items():
+        assert_same(frozen(other.parts[name].state_dict()), frozen(part.state_dict()))
+
+
+def test_a_model_with_another_extra_state_is_refused_by_name(tmp_path: Path) -> None:
+    for saved, other, where in ((Unusual, Usual, "state"), (Usual, Unusual, "checkpoint")):
+        with CheckpointManager(tmp_path / where, backend=BACKEND, model=saved()) as manager:
+            manager.save(1)
+        match = f"the {where} has no 'model._extra_state'"
+        manager = CheckpointManager(tmp_path / where, backend=BACKEND, model=other())
+        with manager, pytest.raises(CheckpointError, match=match):
+            manager.resume()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_state_of_an_earlier_form_is_refused_by_that(tmp_path: Path) -> None:
+    one = made("DDP", seed=0)
+    one.step()
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        manager.save(1, {name: part.state_dict() for name, part in one.parts.items()})
+    manager = CheckpointManager(tmp_path, backend=BACKEND, **one.parts)
+    with manager, pytest.raises(CheckpointError, match="'optimizer' is there in another form, of an earlier version"):
+        manager.resume()
+
+
 # -- the wrong process ------------------------------------------------------------------------------------------
 
 
@@ -282,63 +256,36 @@ def test_ranks_that_do_not_know_of_each_other_are_refused(tmp_path: Path, monkey
 # -- several ranks ----------------------------------------------------------------------------------------------
 
 
-class Sharded(Program):
-    """The program under FSDP2, or whole without a mesh. Its batches are the same on all ranks."""
-
-    def __init__(self, kind: str, mesh: Any, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(nn.Linear(8, 7), nn.LayerNorm(7), nn.Linear(7, 8))
-        if mesh is not None:
-            fully_shard(self.model, mesh=mesh)
-        self.optimizers = OPTIMIZERS[kind](self.model)
-        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 10) for one in self.optimizers]
-        self.calls = []
-
-    def step(self) -> None:
-        self.model(torch.randn(3, 8)).square().mean().backward()
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+def sharded(kind: str, mesh: Any, *, seed: int) -> SimpleNamespace:
+    """A program under FSDP2, or whole without a mesh. Its batches are the same on all ranks."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 7), nn.LayerNorm(7), nn.Linear(7, 8))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return with_optimizers(kind, model, lambda: model(torch.randn(3, 8)).square().mean())
 
 
-def run_sharded(rank: int, address: str, directory: Path, kinds: list[str]) -> dict[str, Any]:
-    """Compare on two ranks; return the weights of rank 0. No manager gets a group."""
-    weights = {}
-    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2):
-        mesh = init_device_mesh("cpu", (2,))
-        for kind in kinds:
-            program, fresh, resumed = (Sharded(kind, mesh, seed=seed) for seed in (0, 0, 1))
-            torch.manual_seed(2)
-            for _ in range(STEPS):
-                program.step()
-            expected = program.state()
-            torch.manual_seed(2)
-            with CheckpointManager(directory / kind, backend=BACKEND, async_save=True, **fresh.parts) as manager:
-                assert manager.resume() is None
-                manager.save(0)
-                for step in range(STEPS):
-                    fresh.step()
-                    manager.save(step + 1)
-                assert_same(fresh.state(), expected)
-            for begin in (0, 2):
-                resumed = Sharded(kind, mesh, seed=1)
-                with CheckpointManager(directory / kind, backend=BACKEND, **resumed.parts) as manager:
-                    assert manager.resume(step=begin) is not None
-                for _ in range(begin, STEPS):
-                    resumed.step()
-                assert_same(resumed.state(), expected)
-            weights[kind] = frozen([own.full_tensor() for own in program.model.parameters()])
+def run_sharded(group: Group, directory: Path, kinds: list[str]) -> dict[str, Any]:
+    """Compare on two ranks; return the weights. No manager gets a group."""
+    weights, mesh = {}, init_device_mesh("cpu", (group.size,))
+    for kind in kinds:
+        plain = sharded(kind, mesh, seed=0)
+        for _ in range(STEPS):
+            plain.step()
+        for name, begin in [("saved", None), ("from the start", 0), ("from the middle", 2)]:
+            one = sharded(kind, mesh, seed=0 if begin is None else 1)
+            train(one, directory / kind / name, begin=begin, saves=begin is None, offloads=False)
+            assert_same(state_of(one), state_of(plain), where=name)
+        weights[kind] = frozen([own.full_tensor() for own in plain.parts["model"].parameters()])
     return weights
 
 
 def test_two_ranks_of_fsdp2_are_the_same_and_need_no_group(tmp_path: Path) -> None:
     kinds = ["AdamW", "AdamW-fused", "SGD", "SGD-momentum", "Muon", "Adagrad"]
-    store = serve_store()
-    weights, _ = run_processes(run_sharded, 2, store_address(store), tmp_path, kinds)
+    weights, _ = on_ranks(run_sharded, 2, tmp_path, kinds)
     for kind in kinds:
-        alone = Sharded(kind, None, seed=1)
-        with CheckpointManager(tmp_path / kind, backend=BACKEND, **alone.parts) as manager:
+        alone = sharded(kind, None, seed=1)
+        with CheckpointManager(tmp_path / kind / "saved", backend=BACKEND, **alone.parts) as manager:
             assert manager.resume() is not None
-        assert_same(frozen(list(alone.model.parameters())), weights[kind])
+        assert_same(frozen(list(alone.parts["model"].parameters())), weights[kind])
         alone.step()

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,15 @@ class Training:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _group(rank: int, address: str, *, size: int = 2) -> Group:
+def _on_two_ranks(target: Callable[..., Any], *args: Any) -> list[Any]:
+    store = serve_store()
+    return run_processes(_on_rank, 2, store_address(store), target, *args)
+
+
+def _on_rank(rank: int, address: str, target: Callable[..., Any], *args: Any) -> Any:
     BACKEND.set_device(rank % BACKEND.device_count())
-    return Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size)
+    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2) as group:
+        return target(group, *args)
 
 
 def _train_and_save(group: Group | None, directory: Path, **options: Any) -> list[float]:
@@ -107,18 +113,16 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[str, list[list[float]]]:
-    with _group(rank, address) as group:
-        losses = {}
-        for name, options in MODES.items():
-            losses[name] = [_train_and_save(group, directory / name, **options)]
-            losses[name].append(_resume_and_train(group, directory / name))
-        return losses
+def _save_and_resume(group: Group, directory: Path) -> dict[str, list[list[float]]]:
+    losses = {}
+    for name, options in MODES.items():
+        losses[name] = [_train_and_save(group, directory / name, **options)]
+        losses[name].append(_resume_and_train(group, directory / name))
+    return losses
 
 
 def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
-    store = serve_store()
-    here, there = run_processes(_save_and_resume_on_two, 2, store_address(store), tmp_path)
+    here, there = _on_two_ranks(_save_and_resume, tmp_path)
     assert here == there
     for name, (trained, resumed) in here.items():
         assert resumed == trained
@@ -182,10 +186,9 @@ class FullDisk(DurableFS):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def _fill_the_disk(rank: int, address: str, directory: Path) -> dict[str, list[str]]:
-    with _group(rank, address) as group:
-        state = Training(group, seed=0).state()
-        return {name: _errors_of_three_saves(group, directory / name, state, mode) for name, mode in MODES.items()}
+def _fill_the_disk(group: Group, directory: Path) -> dict[str, list[str]]:
+    state = Training(group, seed=0).state()
+    return {name: _errors_of_three_saves(group, directory / name, state, mode) for name, mode in MODES.items()}
 
 
 def _errors_of_three_saves(group: Group, directory: Path, state: dict[str, Any], options: dict[str, Any]) -> list[str]:
@@ -201,8 +204,7 @@ def _errors_of_three_saves(group: Group, directory: Path, state: dict[str, Any],
 
 
 def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path: Path) -> None:
-    store = serve_store()
-    here, there = run_processes(_fill_the_disk, 2, store_address(store), tmp_path)
+    here, there = _on_two_ranks(_fill_the_disk, tmp_path)
     for name in MODES:
         assert len(here[name]) == len(there[name]) == 1, "step 2 only"
         assert "step 2 was not saved\n  why: rank 1: OSError: [Errno 28]" in here[name][0]
@@ -212,42 +214,39 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_pat
         assert not list((tmp_path / name).glob(".tmp*"))
 
 
-def _disagree(rank: int, address: str, directory: Path) -> list[str]:
+def _disagree(group: Group, directory: Path) -> list[str]:
     """Errors of both kinds of disagreement, and of a missing rank."""
     texts: list[str] = []
-    with _group(rank, address) as group:
-        group.barrier()  # a rank may be slow to come, on devices
-        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=slow(5.0))
-        for step in (rank, None if rank == 1 else 5):
-            try:
-                if step is not None:
-                    manager.save(step, {"weight": torch.ones(2)})
-            except CheckpointSaveError as exc:
-                texts.append(str(exc))
-        group.barrier()
-        manager.close()
+    group.barrier()  # a rank may be slow to come, on devices
+    manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=slow(5.0))
+    for step in (group.rank, None if group.rank == 1 else 5):
+        try:
+            if step is not None:
+                manager.save(step, {"weight": torch.ones(2)})
+        except CheckpointSaveError as exc:
+            texts.append(str(exc))
+    group.barrier()
+    manager.close()
     return texts
 
 
 def test_ranks_at_different_steps_and_a_missing_rank_are_named(tmp_path: Path) -> None:
-    store = serve_store()
-    here, there = run_processes(_disagree, 2, store_address(store), tmp_path)
+    here, there = _on_two_ranks(_disagree, tmp_path)
     assert "the ranks called save with different steps: [0, 1]" in here[0]
     assert "the ranks called save with different steps: [0, 1]" in there[0]
     assert "no answer from rank 1" in here[1]
     assert find_checkpoints(tmp_path) == ([], [])
 
 
-def _resume_refused(rank: int, address: str, directories: list[Path]) -> list[str]:
+def _resume_refused(group: Group, directories: list[Path]) -> list[str]:
     texts: list[str] = []
-    with _group(rank, address) as group:
-        state = Training(group, seed=0).state()
-        for directory in directories:
-            try:
-                with CheckpointManager(directory, group=group, backend=BACKEND) as manager:
-                    manager.resume(state)
-            except CheckpointError as exc:
-                texts.append(f"{type(exc).__name__}: {exc}")
+    state = Training(group, seed=0).state()
+    for directory in directories:
+        try:
+            with CheckpointManager(directory, group=group, backend=BACKEND) as manager:
+                manager.resume(state)
+        except CheckpointError as exc:
+            texts.append(f"{type(exc).__name__}: {exc}")
     return texts
 
 
@@ -263,9 +262,8 @@ def _damage(directory: Path, name: str) -> Path:
 def test_all_ranks_raise_the_same_whichever_of_them_finds_the_reason(tmp_path: Path) -> None:
     first, second = (_damage(tmp_path / name, name) for name in (".metadata", "__0_0.distcp"))  # of each rank's share
     owned = tmp_path / "owned"
-    store = serve_store()
     with CheckpointManager(owned, backend=BACKEND):
-        results = run_processes(_resume_refused, 2, store_address(store), [first, second, owned])
+        results = _on_two_ranks(_resume_refused, [first, second, owned])
     for texts in results:
         assert texts[0].startswith("CheckpointNotFoundError") and ".metadata does not match" in texts[0]
         assert texts[1].startswith("CheckpointNotFoundError") and "__0_0.distcp does not match" in texts[1]

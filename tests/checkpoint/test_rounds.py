@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards
+from hwrl.checkpoint import DurableFS, LocalShards
 from hwrl.checkpoint.shards import assign, local_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
-from hwrl.testing.processes import Processes, run_processes
+from hwrl.testing.processes import Processes
+from tests.support import group_ranks
 from tests.support.speed import slow
 from tests.support.two_nodes import BACKEND, on_ranks, open_manager, save
 
@@ -102,14 +103,8 @@ def _save_layouts(group: Group, directory: Path) -> list[int]:
     return sent_nbytes
 
 
-def _on_one_disk(rank: int, address: str, directory: Path) -> list[int]:
-    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2) as group:
-        return _save_layouts(group, directory)
-
-
 def test_a_plan_is_sent_again_only_by_the_ranks_whose_items_have_changed(tmp_path: Path) -> None:
-    store = serve_store()
-    for rank, sent in enumerate(run_processes(_on_one_disk, 2, store_address(store), tmp_path, timeout_s=1500)):
+    for rank, sent in enumerate(group_ranks.on_ranks(_save_layouts, 2, tmp_path)):
         assert [nbytes > min(sent) * 1.3 for nbytes in sent] == SENDS[rank], sent
 
 
@@ -119,14 +114,6 @@ def test_the_rank_with_least_to_write_gets_a_chunk_and_the_lowest_rank_a_value()
     value = {"name": "n", "kind": "BYTE_IO"}
     assert assign([[value, chunk, other], [other, chunk, value]]) == [[0, 1], [0]]
     assert assign([[], [value], [value, chunk]]) == [[], [0], [1]]
-
-
-def test_one_rank_plans_without_a_round(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
-        for step, width in enumerate((2, 2, 3), start=1):
-            manager.save(step, {"w": torch.full((width,), float(step))})
-            found = {"w": torch.zeros(width)}
-            assert manager.resume(found) is not None and (found["w"] == step).all()
 
 
 def _refused_on_rank_0(group: Group, directory: Path) -> tuple[float, str]:
@@ -145,22 +132,18 @@ def test_a_refusal_on_rank_0_is_heard_by_the_leaders_of_all_nodes(tmp_path: Path
         assert waited_s < 50.0, "a leader waited for rank 0 until the time was up"
 
 
-def _save_differing(rank: int, address: str, directory: Path) -> str:
-    with (
-        Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2) as group,
-        open_manager(group, directory, max_ckpt_to_keep=1) as manager,
-    ):
+def _save_differing(group: Group, directory: Path) -> str:
+    with open_manager(group, directory, max_ckpt_to_keep=1) as manager:
         manager.save(1, {"same": torch.ones(2)})
         with pytest.raises(CheckpointSaveError) as caught:
-            manager.save(2, {"same": torch.ones(2, dtype=torch.float16 if rank else torch.float32)})
+            manager.save(2, {"same": torch.ones(2, dtype=torch.float16 if group.rank else torch.float32)})
         found = {"same": torch.zeros(2)}
         assert manager.resume(found) is not None and found["same"].tolist() == [1.0, 1.0]
         return str(caught.value)
 
 
 def test_a_tensor_of_another_dtype_on_one_rank_is_refused_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
-    store = serve_store()
-    for text in run_processes(_save_differing, 2, store_address(store), tmp_path):
+    for text in group_ranks.on_ranks(_save_differing, 2, tmp_path):
         assert "'same' is torch.float32 [2] in one entry and torch.float16 [2] in another" in text
 
 

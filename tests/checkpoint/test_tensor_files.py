@@ -67,12 +67,23 @@ def test_one_file_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
         assert manager.checkpoints() == [] and not list(tmp_path.glob(".tmp*"))
 
 
+class Counting(CpuBackend):
+    """Counts the requests for page-locked memory."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.requests = 0
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        self.requests += 1
+
+
 def test_staging_memory_is_kept_and_follows_a_state_that_changes(tmp_path: Path) -> None:
-    held = []
-    with CheckpointManager(tmp_path, async_save=True, backend=BACKEND) as manager:
+    held, backend = [], Counting()
+    with CheckpointManager(tmp_path, async_save=True, backend=backend) as manager:
         for step, width in enumerate((64, 64, 128, 32), start=1):
             state = state_of(step, width=width)
-            held.append(manager.save(step, state, extra={"width": width}).held_nbytes)
+            held.append((manager.save(step, state, extra={"width": width}).held_nbytes, backend.requests))
             for name, value in state_of(-1, width=width).items():
                 if isinstance(value, torch.Tensor):
                     state[name].copy_(value)

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
+from tests.crash.disk import KILLS, KINDS, Fault, Kind, Operation, WatchedDisk, read_trace
 from tests.support.speed import slow
 
 LIFE_LIMIT_S = 1200.0
@@ -107,14 +107,15 @@ class Result:
 class Matrix:
     """Runs points, in ``work``: an empty directory, best in memory, since the loss by a kill depends on no disk.
 
-    Forked processes may run points at the same time.
+    Forked processes may run points at the same time. ``operations`` has the changes of each rank in a life without
+    faults, in order, by subject and rank.
     """
 
     def __init__(self, subjects: Sequence[Subject], work: Path) -> None:
         self._subjects, self._work = {subject.name: subject for subject in subjects}, work.resolve()
         self._lives = 0
         self._templates = {subject.name: self._template(subject) for subject in subjects}
-        self._operations = {
+        self.operations = {
             (subject.name, victim): self._find_operations(subject, victim)
             for subject in subjects
             for victim in range(subject.ranks)
@@ -124,11 +125,11 @@ class Matrix:
 
     def every_point(self, *, kinds: Sequence[Kind] = KINDS) -> Iterator[Point]:
         """Yield each kind of fault at each change of each rank, in a life with one save."""
-        for (name, victim), operations in self._operations.items():
+        for (name, victim), operations in self.operations.items():
             for at, operation in enumerate(operations):
                 for kind in kinds:
                     alone = self._subjects[name].ranks == 1
-                    if (kind == "short" and operation != "write") or (kind == "frozen" and alone):
+                    if (kind == "short" and operation.name != "write") or (kind == "frozen" and alone):
                         continue
                     yield Point(name, victim, Fault(kind, at))
                     if kind in KILLS and not alone:
@@ -141,19 +142,19 @@ class Matrix:
             point = chance.choice(points)
             kind, at = (
                 chance.choice([kind for kind in KINDS if kind != "frozen"]),
-                chance.randrange(len(self._operations[point.subject, 0])),
+                chance.randrange(len(self.operations[point.subject, 0])),
             )
             yield replace(point, second=Fault(kind, at, whole_job=kind in KILLS))
 
-    def _find_operations(self, subject: Subject, victim: int) -> list[str]:
-        """Return the kinds of changes by ``victim`` in a life without faults, in order."""
+    def _find_operations(self, subject: Subject, victim: int) -> list[Operation]:
+        """Return the changes by ``victim`` in a life without faults, in order."""
         home, trace = self._fresh(subject), self._work / "trace"
         trace.unlink(missing_ok=True)
         disk = WatchedDisk(home)
         complaints = _Life(subject, home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace).run()
         assert not complaints, complaints
         assert disk.escapes == 0, "the directory is changed in a way that the matrix cannot meet"
-        return [operation.name for operation in read_trace(trace)]
+        return read_trace(trace)
 
     # -- one point ----------------------------------------------------------------------------------------------
 

@@ -100,8 +100,8 @@ class Power:
         return parent.entries.get(path.name), parent, path.name
 
 
-def survivals(seed: int) -> Iterator[Survival]:
-    """Yield the extremes, and some chance."""
+def survivals(seed: int, *, random_count: int = 3) -> Iterator[Survival]:
+    """Yield the extremes, and ``random_count`` random ones."""
     chance = random.Random(seed)
     for names in (_none, _all):
         for data in (_none, _all):
@@ -111,7 +111,7 @@ def survivals(seed: int) -> Iterator[Survival]:
     def pick(count: int) -> int:
         return chance.randint(0, count)
 
-    for _ in range(3):
+    for _ in range(random_count):
         yield Survival(pick, pick, zeros=chance.random() < 0.5)
 
 

@@ -8,13 +8,14 @@ import itertools
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -22,7 +23,6 @@ from pathlib import Path
 from hwrl.comm.store import serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.crash.cycles import Tally, run_cycles
-from tests.crash.disk import Kind
 from tests.crash.managed import Managed
 from tests.crash.matrix import Matrix, Point, Result, Subject
 from tests.crash.trainers import MakeTrainer, Megatron, fsdp2, write_model
@@ -35,18 +35,31 @@ IN_EACH_LIFE = ("encodings.idna", "hwrl_cpu.gloo", "numpy.ma", "torch.utils.seri
 """Modules that are imported on first use: once here, and not in every life."""
 
 
+STAGES = {
+    "retain": r"/\.trash_|rename .*/global_step_",
+    "announce": r"/\.tmp_latest_",
+    "commit": r"rename .*/\.tmp_global_step_[^/]*$",
+    "write": r"mkdir .*/\.tmp_global_step_[^/]*$|\.distcp$",
+    "seal": r"/\.tmp_global_step_",
+    "open": r"/\.hwrl\.lock$|/\.tmp_mark_",
+}
+"""The stages of a life with one save; a change that the pattern of none describes is in the stage of the one before."""
+
+
 @dataclass
 class Outcome:
-    """The numbers of points, by subject and by fault, and the broken promises."""
+    """The numbers of points, by subject, by stage of the save and by fault, and the broken promises."""
 
     points: Counter[str] = field(default_factory=Counter)
+    stages: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
-    def add(self, point: Point, result: Result) -> None:
+    def add(self, point: Point, stage: str, result: Result) -> None:
         """Count ``point``; print its broken promises."""
         second = point.second.kind if result.met > 1 and point.second else "nothing"
         self.points[point.subject] += 1
+        self.stages[stage] += 1
         self.faults[point.first.kind + (f", then {second}" if point.second else "")] += 1
         for complaint in result.broken:
             self.broken.append(f"{point}: {complaint}")
@@ -56,12 +69,28 @@ class Outcome:
 # -- points ----------------------------------------------------------------------------------------------------------
 
 
-def managed_subjects(store: str, model: Path) -> list[Subject]:
+def two_nodes(store: str) -> Subject:
+    """Return FSDP2 on two nodes with disks of their own."""
+    return Managed(fsdp2, name="fsdp2-nodes", async_save=False, keep=1, ranks=2, own_disks=True, store=store)
+
+
+def few_subjects(store: str) -> list[Subject]:
+    """Return FSDP2 on one rank, on two, and on two nodes, with every way to save."""
+    return [
+        two_nodes(store),
+        Managed(fsdp2, name="fsdp2-1", async_save=False, keep=1),
+        Managed(fsdp2, name="fsdp2-1", async_save=True, on_device=True, keep=3),
+        Managed(fsdp2, name="fsdp2-2", async_save=True, keep=1, ranks=2, store=store),
+        Managed(fsdp2, name="fsdp2-2", async_save=False, keep=3, ranks=2, store=store),
+    ]
+
+
+def all_subjects(store: str, model: Path) -> list[Subject]:
     """Return the subjects: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept.
 
-    Asynchronous saves are staged on the host with one step kept, and on the device with three.
+    Asynchronous saves are staged on the host with one step kept, and on the device with three. One is on two nodes.
     """
-    subjects: list[Subject] = []
+    subjects: list[Subject] = [two_nodes(store)]
     for mode, keep in itertools.product((False, True), (1, 3)):
         split = ("tp2", 2) if keep == 1 else ("dp2", 1)  # two Megatron ranks share the layers, or the optimizer's state
         makes: list[tuple[str, MakeTrainer, int]] = [
@@ -81,33 +110,43 @@ def managed_subjects(store: str, model: Path) -> list[Subject]:
 def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:
     """Yield each single fault once, and after every two of them a pair of faults in two lives; then pairs for ever.
 
-    The order is random, but for this: the first few single faults have each kind of fault befall each subject, and as
-    few of them as there are subjects meet each subject once and all kinds about equally often.
+    The order is random, but for this: neighbours differ in the kind of fault, in the stage of the save, and in the
+    subject. So the first few single faults have each of these about equally often.
     """
     every = list(matrix.every_point())
     print(f"{len(every)} single faults", flush=True)
     random.Random(seed).shuffle(every)
-    alike: dict[tuple[str, Kind, bool], list[Point]] = defaultdict(list)
-    for point in every:
-        alike[point.subject, point.first.kind, point.first.whole_job].append(point)
     pairs = matrix.random_points(every, seed=seed)
-    alike = {key: alike[key] for key in _diagonally(alike)}
-    singles = (point for row in itertools.zip_longest(*alike.values()) for point in row if point is not None)
-    for number, single in enumerate(singles):
+    for number, single in enumerate(_in_turns(matrix, every)):
         yield single
         if number % 2:
             yield next(pairs)
     yield from pairs
 
 
-def _diagonally(keys: Iterable[tuple[str, Kind, bool]]) -> list[tuple[str, Kind, bool]]:
-    """Return ``keys``, each of a subject and a fault, such that neighbours differ in both."""
-    found = set(keys)
-    subjects = sorted({subject for subject, _, _ in found}, reverse=True)  # several ranks first: all faults befall them
-    faults = sorted({(kind, whole) for _, kind, whole in found})
-    turns = itertools.product(range(len(faults)), enumerate(subjects))
-    keys = [(subject, *faults[(row + number) % len(faults)]) for row, (number, subject) in turns]
-    return [key for key in keys if key in found]
+def _in_turns(matrix: Matrix, points: Sequence[Point]) -> Iterator[Point]:
+    """Yield each of ``points`` once."""
+    alike: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    for point in points:
+        alike[str(point.first).partition("@")[0], stage_of(matrix, point)].append(point)
+    faults, stages = sorted({fault for fault, _ in alike}), sorted({stage for _, stage in alike})
+    used: Counter[str] = Counter()
+    while any(alike.values()):
+        for row, (number, fault) in itertools.product(range(len(stages)), enumerate(faults)):
+            if left := alike[fault, stages[(row + number) % len(stages)]]:
+                point = min(left, key=lambda one: used[one.subject])
+                left.remove(point)
+                used[point.subject] += 1
+                yield point
+
+
+def stage_of(matrix: Matrix, point: Point) -> str:
+    """Return the stage of the save in which the first fault of ``point`` comes."""
+    stage = "open"
+    for operation in matrix.operations[point.subject, point.victim][: point.first.at + 1]:
+        change = f"{operation.name} {operation.path}"
+        stage = next((stage for stage, begins in STAGES.items() if re.search(begins, change)), stage)
+    return stage
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
@@ -139,7 +178,7 @@ def run_points(matrix: Matrix, points: Sequence[Point], *, workers: int) -> Outc
         for pipe in wait(list(busy), REPORT_EVERY_S):
             assert isinstance(pipe, Connection), "nothing else was waited for"
             worker, point = busy.pop(pipe)
-            outcome.add(point, pipe.recv())
+            outcome.add(point, stage_of(matrix, point), pipe.recv())
             idle.append(worker)
         report.tell(outcome)
     for worker in idle:
@@ -189,9 +228,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """``count`` points of ``seed``, from number ``start`` on; or ``only`` one."""
+    """``count`` points of ``seed``, from number ``start`` on; or ``only`` one. ``few`` subjects need no Megatron."""
 
     count: int
+    few: bool = False
     seed: int = 0
     start: int = 0
     only: str | None = None
@@ -214,7 +254,7 @@ def sweep(plan: Plan, *, timeout_s: float = LIMIT_S) -> Outcome:
 def _sweep(rank: int, work: Path, store: str, plan: Plan) -> Outcome:
     prepare_process()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    subjects = managed_subjects(store, write_model(work / "model"))
+    subjects = few_subjects(store) if plan.few else all_subjects(store, write_model(work / "model"))
     print(f"finding out what {len(subjects)} subjects write", flush=True)
     matrix = Matrix(subjects, work)
     workers = 2 * (os.cpu_count() or 1)  # every few wait, for a lost rank's deadline
@@ -237,7 +277,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the points gets the signal, and ends with a report
     begin_s = time.monotonic()
     outcome = sweep(Plan(args.points, seed=args.seed, start=args.start, only=args.only))
-    for counted in (outcome.points, outcome.faults):
+    for counted in (outcome.points, outcome.stages, outcome.faults):
         for name, count in sorted(counted.items()):
             print(f"{count:6}  {name}")
     print(f"{outcome.points.total():6}  points in {time.monotonic() - begin_s:.0f} s, {len(outcome.broken)} broken")

@@ -176,6 +176,10 @@ ENDS = [
 ]
 
 USES: dict[str, Callable[[Part], object]] = {
+    "forward": lambda part: part.model(torch.ones(4, 16)),
+    "forward of a layer": lambda part: part.last(torch.ones(4, 16)),
+    "step": lambda part: part.optimizer.step(),
+    "load an optimizer": lambda part: part.optimizer.load_state_dict({}),
     "deepcopy a model": lambda part: copy.deepcopy(part.model),
     "deepcopy an optimizer": lambda part: copy.deepcopy(part.optimizer),
     "move": lambda part: part.model.to(torch.float64),

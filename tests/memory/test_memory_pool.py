@@ -21,19 +21,6 @@ def test_a_slab_is_reused_and_counted_once() -> None:
         assert pool.nbytes == 4196
 
 
-def test_a_larger_slab_replaces_the_smaller_one() -> None:
-    with PinnedPool(CpuBackend(INFO)) as pool:
-        pool.slab("a", nbytes=10)
-        assert pool.slab("a", nbytes=20).numel() == 20
-        assert pool.nbytes == 20
-
-
-def test_leaving_the_context_frees_the_slabs() -> None:
-    with PinnedPool(CpuBackend(INFO)) as pool:
-        pool.slab("a", nbytes=10)
-    assert pool.nbytes == 0
-
-
 class Locking(CpuBackend):
     """Counts what is page-locked; without ``able`` it is a device that cannot lock what exists already."""
 

@@ -3,7 +3,6 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,7 @@ from hwrl.comm import HashStore
 from hwrl.errors import MemoryStateError
 from hwrl.memory import Offloader, own_memory
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.offload_cases import Trained, check_equal_after_offloads
 
 BACKEND = CpuBackend(INFO)
 WIDTH = 16
@@ -84,6 +86,11 @@ class Packed(nn.Parameter):
 
     scales: Scales
 
+    @property
+    def hidden(self) -> list[torch.Tensor]:
+        assert self.scales.second is not None, "made so"
+        return [self.scales.scale, self.scales.second.scale]
+
 
 class QuantizedMomentum(Optimizer):
     """SGD whose momentum is kept in a tensor subclass."""
@@ -124,39 +131,13 @@ class Net(nn.Module):
         return out @ self.frozen.plain() if isinstance(self.frozen, Opaque) else out
 
 
-@dataclass
-class Case:
-    """A model, its optimizer, and how both are used."""
-
-    model: nn.Module
-    optimizer: Any
-    forward: Callable[[torch.Tensor], torch.Tensor]
-
-    def step(self) -> None:
-        self.forward(DATA).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def memory(self) -> list[torch.Tensor]:
-        """Return every tensor that holds a part of the model or of the optimizer's state."""
-        inner = getattr(self.optimizer, "optim", self.optimizer)
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [value for state in inner.state.values() for value in state.values()]
-        return [one for tensor in tensors for one in _made_of(tensor)]
-
-
-def _made_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(tensor, Quantized):
-        return [tensor.codes, tensor.scale]
-    if isinstance(tensor, Packed):
-        assert tensor.scales.second is not None
-        return [tensor, tensor.scales.scale, tensor.scales.second.scale]
-    return [tensor]
-
-
-def _plain(optimizer: Callable[..., Any], net: Callable[[], nn.Module] = Net) -> Case:
+def _plain(optimizer: Callable[..., Any], net: Callable[[], nn.Module] = Net) -> Trained:
     model = net()
-    return Case(model, optimizer([one for one in model.parameters() if one.requires_grad], lr=0.1), model)
+    return Trained(
+        model,
+        optimizer([one for one in model.parameters() if one.requires_grad], lr=0.1),
+        functools.partial(model, DATA),
+    )
 
 
 def _net_of_subclass(kind: type[Opaque]) -> Net:
@@ -169,49 +150,77 @@ def _net_of_packed() -> Net:
     return Net(frozen)
 
 
-def _accelerate() -> Case:
+def _accelerate() -> Trained:
     model = Net()
     prepared, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    return Case(model, optimizer, prepared)
+    return Trained(model, optimizer, functools.partial(prepared, DATA))
 
 
-def _zero() -> Case:
+def _zero() -> Trained:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns, of torch.jit
 
     return _plain(functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW))
 
 
-def _compiled(model: nn.Module, compiled: Callable[[torch.Tensor], torch.Tensor]) -> Case:
-    return Case(model, torch.optim.SGD(model.parameters(), lr=0.1), compiled)
-
-
-def _compiled_container() -> Case:
+def _sequence(*, buffers: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())  # of torch's own classes: compiled with its hooks
-    return _compiled(model, torch.compile(model, backend="eager"))
+    norm = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), norm, nn.Linear(WIDTH, WIDTH))
 
 
-def _compiled_around() -> Case:
+def _trained(model: nn.Module, used: nn.Module) -> Trained:
+    optimizer = torch.optim.AdamW(used.parameters(), lr=0.05)
+    return Trained(model, optimizer, functools.partial(used, DATA))
+
+
+def _ddp(*, given: str) -> Trained:
+    # DDP broadcasts buffers before the module inside could refuse: see docs/memory.md.
+    model = _sequence(buffers=given == "wrapper")
+    used = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _trained(used if given == "wrapper" else model, used)
+
+
+def _fsdp2() -> Trained:
+    model = _sequence()
+    fully_shard(model[0])
+    fully_shard(model)
+    return _trained(model, model)
+
+
+def _compiled_in_place() -> Trained:
+    model = _sequence()
+    model.compile(backend="eager")
+    return _trained(model, model)
+
+
+def _compile_wrapper(*, given: str) -> Trained:
+    model = _sequence()
+    used: Any = torch.compile(model, backend="eager")
+    return _trained(used if given == "wrapper" else model, used)
+
+
+def _compiled_around() -> Trained:
     model = Net()
-    return _compiled(model, torch.compile(lambda data: model(data) * 2, backend="eager"))
+    used = torch.compile(lambda: model(DATA) * 2, backend="eager")
+    return Trained(model, torch.optim.SGD(model.parameters(), lr=0.1), used)
 
 
 ADAMW = torch.optim.AdamW
-MOVES: dict[str, Callable[[], Case]] = {
-    "adamw": functools.partial(_plain, functools.partial(ADAMW, foreach=False)),
-    "adamw fused": functools.partial(_plain, functools.partial(ADAMW, fused=True)),
-    "adamw foreach": functools.partial(_plain, functools.partial(ADAMW, foreach=True)),
-    "adamw amsgrad": functools.partial(_plain, functools.partial(ADAMW, amsgrad=True)),
-    "sgd": functools.partial(_plain, functools.partial(torch.optim.SGD, momentum=0.9)),
-    "muon": functools.partial(_plain, torch.optim.Muon),
+MOVES: dict[str, Callable[[], Trained]] = {
     "accelerate": _accelerate,
     "zero": _zero,
     "subclass state": functools.partial(_plain, QuantizedMomentum),
     "subclass weight": functools.partial(_plain, ADAMW, functools.partial(_net_of_subclass, Quantized)),
     "tensors in attributes": functools.partial(_plain, ADAMW, _net_of_packed),
-    "compiled container": _compiled_container,
+    "DDP with bucket views": functools.partial(_ddp, given="wrapper"),
+    "the module inside DDP": functools.partial(_ddp, given="module"),
+    "FSDP2": _fsdp2,
+    "module.compile()": _compiled_in_place,
+    "torch.compile": functools.partial(_compile_wrapper, given="wrapper"),
+    "the module inside torch.compile": functools.partial(_compile_wrapper, given="module"),
     "compiled around": _compiled_around,
 }
+"""Beside the optimizers and models of ``tests/checkpoint/test_parts.py``."""
 
 
 @pytest.fixture
@@ -228,30 +237,16 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Te")
 @pytest.mark.parametrize("name", MOVES)
 def test_it_moves_and_comes_back_bit_for_bit(name: str) -> None:
-    moved, stayed = MOVES[name](), MOVES[name]()
-    moved.step()
-    stayed.step()
-    with Offloader(moved.model, moved.optimizer, backend=BACKEND) as offloader:
-        for _ in range(2):
-            offloader.offload()
-            assert not any(one.untyped_storage().nbytes() for one in moved.memory())
-            for use in (lambda: moved.forward(DATA), moved.model.state_dict, moved.optimizer.step):
-                with pytest.raises(MemoryStateError, match="cannot be used"):
-                    use()
-            with offloader.loaded():
-                moved.step()
-            stayed.step()
-    pairs = list(zip(moved.memory(), stayed.memory(), strict=True))
-    assert len(pairs) >= 2 and all(torch.equal(one, other) for one, other in pairs)
+    check_equal_after_offloads(MOVES[name], BACKEND)
 
 
-def _sparse() -> Case:
+def _sparse() -> Trained:
     case = _plain(ADAMW)
     case.model.register_buffer("mask", torch.eye(WIDTH).to_sparse())
     return case
 
 
-def _mapped(folder: Path) -> Case:
+def _mapped(folder: Path) -> Trained:
     torch.save({"weight": torch.randn(WIDTH, WIDTH)}, folder / "weights")
     case = _plain(torch.optim.SGD)
     case.model.load_state_dict(torch.load(folder / "weights", mmap=True), strict=False, assign=True)
@@ -259,7 +254,7 @@ def _mapped(folder: Path) -> Case:
     return case
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Case], str]] = {
+REFUSED: dict[str, tuple[Callable[[Path], Trained], str]] = {
     "state of an opaque subclass": (lambda _: _plain(OpaqueMomentum), "OpaqueMomentum.state['momentum'] is a Opaque"),
     "weight of an opaque subclass": (
         lambda _: _plain(ADAMW, functools.partial(_net_of_subclass, Opaque)),
@@ -289,7 +284,7 @@ def test_a_device_whose_storages_cannot_be_resized_is_refused(monkeypatch: pytes
     _check_refused(case, "resize_ does not work there: no resizing")
 
 
-def _check_refused(case: Case, why: str) -> None:
+def _check_refused(case: Trained, why: str) -> None:
     plain = [one for one in case.memory() if not isinstance(one, Opaque) and one.layout is torch.strided]
     before = [one.clone() for one in plain]
     with Offloader(case.model, case.optimizer, backend=BACKEND) as offloader:

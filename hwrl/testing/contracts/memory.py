@@ -12,7 +12,7 @@ from torch import nn
 from hwrl.errors import MemoryStateError
 from hwrl.interfaces import Backend, Capability
 from hwrl.memory import Offloader
-from hwrl.memory.pagelock import host_empty
+from hwrl.memory.pool import host_empty
 from hwrl.testing.contracts.need import need
 from hwrl.testing.levels import Level
 

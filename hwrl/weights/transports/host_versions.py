@@ -15,7 +15,7 @@ import torch
 
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
-from hwrl.memory.pagelock import PageLocked
+from hwrl.memory.pool import PageLocked
 from hwrl.weights.buckets import Checksums
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.messages import Proposal, TransportPayload

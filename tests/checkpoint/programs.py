@@ -1,20 +1,19 @@
-"""Wrapped, averaged, compiled, shared and unusual parts: with and without hwrl's, and resumed, no bit differs."""
+"""Programs whose parts hwrl saves and offloads: plain, wrapped, averaged, compiled, shared and unusual ones."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    CosineAnnealingLR,
     CyclicLR,
     ExponentialLR,
     LinearLR,
@@ -24,15 +23,11 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from hwrl.checkpoint import CheckpointManager, rng_state
-from hwrl.comm import HashStore
-from hwrl.errors import CheckpointError
-from hwrl.memory import Offloader
+from hwrl.checkpoint import rng_state
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.optimizers import assert_same, frozen
+from tests.support.optimizers import OPTIMIZERS, frozen
 
 BACKEND = CpuBackend(INFO)
-STEPS = 4
 
 
 def net() -> nn.Sequential:
@@ -60,6 +55,57 @@ def program(model: Any, *after: Callable[[], Any], optimizer: Any = None, **part
             call()
 
     return SimpleNamespace(step=step, parts={"model": model, "optimizer": optimizer, **parts})
+
+
+def with_optimizers(kind: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> SimpleNamespace:
+    """A plain loop: two micro-batches a step, clipped gradients, one scheduler for each optimizer, hooks of its own."""
+    optimizers = OPTIMIZERS[kind](model)
+    schedulers = [CosineAnnealingLR(one, 10) for one in optimizers]
+    calls: list[str] = []
+    for one in optimizers:
+        one.register_step_pre_hook(lambda *_: calls.append("before"))
+        one.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def step() -> None:
+        for _ in range(2):
+            loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    parts: dict[str, Any] = {"model": model}
+    for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
+        parts |= {f"optimizer{number}": optimizer, f"scheduler{number}": scheduler}
+    return SimpleNamespace(step=step, parts=parts, calls=calls)
+
+
+class Policy(nn.Module):
+    """Tied, frozen and unused parameters, dropout, and a buffer that steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 32))
+        self.inner[3].bias.requires_grad_(False)
+        self.unused = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.inner(self.embed(tokens)))
+        return result
+
+
+def policy(kind: str) -> SimpleNamespace:
+    model = Policy()
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(16, (8,))
+        return nn.functional.cross_entropy(model(tokens), tokens)
+
+    return with_optimizers(kind, model, loss)
 
 
 def with_schedule(make: Callable[[Any], Any]) -> SimpleNamespace:
@@ -205,85 +251,25 @@ KINDS: dict[str, Callable[[], SimpleNamespace]] = {
     "a shared trunk": lambda: two_modules(shares=True),
     "two optimizers": two_optimizers,
     "LBFGS": in_closure,
+    **{kind: functools.partial(policy, kind) for kind in OPTIMIZERS},
 }
 
 
-def made(kind: str, seed: int) -> SimpleNamespace:
+def made(kind: str, *, seed: int) -> SimpleNamespace:
     torch.manual_seed(seed)
     return KINDS[kind]()
 
 
 def state_of(one: SimpleNamespace) -> Any:
-    states = {name: part.state_dict() for name, part in one.parts.items()}
-    return frozen({**states, "random numbers": rng_state(BACKEND)})
-
-
-def train(one: SimpleNamespace, directory: Path, *, begin: int, offloads: bool) -> None:
-    """Train from a checkpoint of the step ``begin`` in ``directory``, if it is not 0."""
-    with contextlib.ExitStack() as opened:
-        manager = opened.enter_context(CheckpointManager(directory, backend=BACKEND, async_save=True, **one.parts))
-        if begin:
-            with CheckpointManager(directory / "../fresh", backend=BACKEND, **one.parts) as saved:
-                assert saved.resume(step=begin) is not None
-        optimizers = [part for part in one.parts.values() if isinstance(part, torch.optim.Optimizer)]
-        others = [part for name, part in one.parts.items() if isinstance(part, nn.Module)]
-        offloader = Offloader(nn.ModuleList(others), SimpleNamespace(all=optimizers), backend=BACKEND)
-        opened.enter_context(offloader)
-        for step in range(begin, STEPS):
-            with offloader.loaded():
-                one.step()
-            if offloads:
-                offloader.offload()
-            with offloader.lending():
-                manager.save(step + 1, offloader=offloader)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_bit_differs_fresh_or_resumed(kind: str, tmp_path: Path) -> None:
-    plain = made(kind, 0)
-    for _ in range(STEPS):
-        plain.step()
-    expected = state_of(plain)
-    for name, seed, begin, offloads in [("fresh", 0, 0, False), ("moved", 0, 0, True), ("resumed", 1, 2, True)]:
-        one = made(kind, seed)
-        train(one, tmp_path / name, begin=begin, offloads=offloads)
-        assert_same(state_of(one), expected, where=name)
-
-
-def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
-    """The names of an optimizer's parameters must not depend on it: a state that is not found is not restored."""
-    one, other = two_modules(shares=True), two_modules(order=("critic", "model"), shares=True)
-    one.step()
-    with CheckpointManager(tmp_path, backend=BACKEND, **one.parts) as manager:
-        manager.save(1)
-    with CheckpointManager(tmp_path, backend=BACKEND, **other.parts) as manager:
-        assert manager.resume() is not None
-    for name, part in one.parts.items():
-        assert_same(frozen(other.parts[name].state_dict()), frozen(part.state_dict()))
-
-
-def test_a_model_with_another_extra_state_is_refused_by_name(tmp_path: Path) -> None:
-    for saved, other, where in ((Unusual, Usual, "state"), (Usual, Unusual, "checkpoint")):
-        with CheckpointManager(tmp_path / where, backend=BACKEND, model=saved()) as manager:
-            manager.save(1)
-        match = f"the {where} has no 'model._extra_state'"
-        manager = CheckpointManager(tmp_path / where, backend=BACKEND, model=other())
-        with manager, pytest.raises(CheckpointError, match=match):
-            manager.resume()
-
-
-def test_an_optimizer_state_of_an_earlier_form_is_refused_by_that(tmp_path: Path) -> None:
-    one = made("DDP", 0)
-    one.step()
-    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
-        manager.save(1, {name: part.state_dict() for name, part in one.parts.items()})
-    manager = CheckpointManager(tmp_path, backend=BACKEND, **one.parts)
-    with manager, pytest.raises(CheckpointError, match="'optimizer' is there in another form, of an earlier version"):
-        manager.resume()
+    """Return all state of a program, to compare with :func:`~tests.support.optimizers.assert_same`."""
+    optimizers = [part for part in one.parts.values() if isinstance(part, torch.optim.Optimizer)]
+    models = [part for part in one.parts.values() if isinstance(part, nn.Module)]
+    return frozen(
+        {
+            "parts": {name: part.state_dict() for name, part in one.parts.items()},
+            "gradients": [parameter.grad for model in models for parameter in model.parameters()],
+            "random numbers": rng_state(BACKEND),
+            "step": [type(own).step for own in optimizers],
+            "hooks": [len(own._optimizer_step_pre_hooks) for own in optimizers],
+        }
+    )
