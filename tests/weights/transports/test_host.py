@@ -205,13 +205,6 @@ def test_without_files_in_memory_versions_are_in_the_temporary_directory_and_a_w
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_host_sender_is_named(store: Store) -> None:
-    with sender_of(store, transport="host") as sender:
-        sender.publish(1, model_of(1))
-    with receiver_of(store) as receiver, pytest.raises(TransferFailedError, match="its sender has closed it"):
-        receiver.receive(timeout_s=200.0)
-
-
 _WHY = {
     "short": r"the file has 4,096 bytes, and this layout takes [\d,]+",
     "can be shortened": "not a memory file of fixed size",
