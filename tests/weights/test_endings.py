@@ -248,6 +248,7 @@ def test_a_deposed_sender_that_wakes_late_hides_no_version_of_the_new_one(store:
             channel.propose(late)
             assert receiver.receive(timeout_s=SOON_S).version == 2
             assert not publishing().excluded
+            exchange(second, [receiver], 3)
 
 
 def test_a_sender_deposed_while_it_plans_its_layout_offers_nothing(store: Store) -> None:

@@ -36,7 +36,6 @@ from tests.support.weight_link import (
     channel_of,
     exchange,
     model_of,
-    newest_proposal,
     receiver_of,
     sender_of,
     store,
@@ -66,15 +65,6 @@ def test_without_receivers_a_version_is_published_to_nobody_and_new_receivers_ar
             assert receiver.poll() is None
             assert exchange(sender, [receiver], 1).receivers == 1
             assert sender.new_receivers() == ()
-
-
-def test_the_newest_version_again_reaches_only_new_receivers(store: Store) -> None:
-    with sender_of(store) as sender, receiver_of(store, "old") as old:
-        exchange(sender, [old], 1)
-        with receiver_of(store, "new") as new:
-            assert exchange(sender, [new], 1).receivers == 2
-            assert old.poll() is None
-            assert exchange(sender, [old, new], 2).receivers == 2
 
 
 def test_a_restarted_replica_takes_its_namesakes_place(store: Store) -> None:
@@ -391,19 +381,6 @@ def _opened_versions() -> set[str]:
         with contextlib.suppress(OSError):  # it was closed meanwhile
             found.add(f"{descriptor.name} -> {descriptor.readlink()}")
     return {one for one in found if "hwrl-weights" in one}
-
-
-def test_two_senders_at_once_never_use_one_number_and_the_newest_proposal_is_there(store: Store) -> None:
-    with sender_of(store) as sender, receiver_of(store) as receiver:
-        exchange(sender, [receiver], 1)
-        proposal, channel, other = newest_proposal(store), channel_of(store), channel_of(store)
-        numbers = [one.reserve_number(proposal.epoch) for one in (channel, other, channel, other)]
-        assert numbers == [2, 3, 4, 5]
-        for number, newest in ((3, 3), (2, 3), (5, 5), (4, 5)):
-            channel.propose(replace(proposal, number=number, version=number))
-            found = other.proposal(other.newest())
-            assert other.newest() == newest and found is not None and found.version == newest
-        exchange(sender, [receiver], 6)
 
 
 def test_a_first_number_without_a_proposal_hides_no_later_one(store: Store) -> None:

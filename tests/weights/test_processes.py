@@ -166,32 +166,6 @@ def test_a_killed_reader_gives_its_claim_back() -> None:
             assert sender.publish(3, hard_weights(3)).version == 3
 
 
-def _publish_and_pause(rank: int, address: str) -> None:
-    store = connect_store(address)
-    sender = WeightSender(store, backend=_cpu(), transport="host")
-    sender.publish(1, hard_weights(1))
-    store.set("published", "")
-    await_keys(store, ["never"], timeout_s=500.0)
-
-
-def test_versions_in_memory_vanish_with_a_killed_sender_and_stay_with_the_receivers_that_have_them() -> None:
-    store, before = serve_store(), set(Path("/dev/shm").iterdir())
-    with WeightReceiver(store, replica="r0", backend=_cpu()) as receiver:
-        with Processes(_publish_and_pause, 1, store_address(store)) as processes:
-            assert not await_keys(store, ["published"], timeout_s=300.0)
-            left = {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("hwrl-weights")}
-            received = receiver.receive(timeout_s=600.0)
-            processes.kill(0)
-            processes.wait(0)
-        assert left == set()
-        assert is_exact(received, 1) and receiver.version == 1
-        with (
-            WeightReceiver(store, replica="late", backend=_cpu()) as late,
-            pytest.raises(TransferFailedError, match=r"version 1 is not on this host[\s\S]*is dead"),
-        ):
-            late.receive(timeout_s=600.0)
-
-
 def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
     store = connect_store(address)
 
@@ -207,8 +181,8 @@ def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
     sender.publish(2, hard_weights(2))
 
 
-def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None:
-    store = serve_store()
+def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken_and_its_files_vanish() -> None:
+    store, before = serve_store(), set(Path("/dev/shm").iterdir())
     with (
         Processes(_publish_and_stop_in_mid_write, 1, store_address(store)) as processes,
         WeightReceiver(store, replica="old", backend=_cpu()) as old,
@@ -224,6 +198,8 @@ def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None
         with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender died"):
             old.receive(timeout_s=600.0)
         assert (old.version, old.poll()) == (1, None) and is_exact(kept, 1)
+        left = set(Path("/dev/shm").iterdir()) - before
+        assert not [path for path in left if path.name.startswith("hwrl-weights")]
         with pytest.raises(TransferFailedError, match=r"is not on this host[\s\S]*is dead"):
             late.receive(timeout_s=600.0)
         with WeightSender(store, backend=_cpu(), transport="host") as sender:

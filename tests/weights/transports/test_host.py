@@ -20,6 +20,7 @@ from hwrl.errors import (
     TransferFailedError,
     UnsupportedError,
 )
+from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.weights import WeightReceiver, WeightSource
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverContext
@@ -260,39 +261,27 @@ class EagerEvents(CpuBackend):
 
     def __init__(self) -> None:
         super().__init__(INFO)
-        self.waited: list[Any] = []  # kept alive, so that no later event has the id of one
+        self.waited: list[InlineEvent] = []  # kept alive, so that no later event has the id of one
         self.again = 0
 
-    def event(self, *, timing: bool = False) -> Any:
-        backend, inner = self, super().event(timing=timing)
+    def event(self, *, timing: bool = False) -> InlineEvent:
+        backend = self
 
-        class Event:
-            def record(self, *args: Any) -> Any:
+        class Event(InlineEvent):
+            def record(self, stream: Any = None) -> None:
                 backend.again += any(self is event for event in backend.waited)
-                return inner.record(*args)
+                super().record(stream)
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
+        return Event(self.synchronize)
 
-        return Event()
+    def stream(self) -> InlineStream:
+        backend = self
 
-    def stream(self, *args: Any, **options: Any) -> Any:
-        backend, inner = self, super().stream(*args, **options)
-
-        class Stream:
-            def wait_event(self, event: Any) -> Any:
+        class Stream(InlineStream):
+            def wait_event(self, event: InlineEvent) -> None:
                 backend.waited.append(event)
 
-            def __enter__(self) -> Any:
-                return inner.__enter__()
-
-            def __exit__(self, *exc: Any) -> Any:
-                return inner.__exit__(*exc)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
-
-        return Stream()
+        return Stream(self.synchronize)
 
 
 def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store) -> None:
