@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from hwrl.comm import Store
-from hwrl.errors import (
-    CommAbortedError,
-    CommTimeoutError,
-    ConfigError,
-    TransferFailedError,
-)
+from hwrl.errors import CommAbortedError, CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.weights import withdraw
 from hwrl.weights.control import Note
 from hwrl.weights.report import StageClock

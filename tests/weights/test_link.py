@@ -31,15 +31,7 @@ from hwrl.weights.transports.device import DeviceSender, Lanes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend
 from tests.support.speed import slow
-from tests.support.weight_link import (
-    beside,
-    channel_of,
-    exchange,
-    model_of,
-    receiver_of,
-    sender_of,
-    store,
-)
+from tests.support.weight_link import beside, channel_of, exchange, model_of, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 

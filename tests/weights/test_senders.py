@@ -17,13 +17,7 @@ import torch
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import (
-    WeightLayout,
-    WeightReceiver,
-    WeightSender,
-    WeightSource,
-    bucket_sizes,
-)
+from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource, bucket_sizes
 from hwrl.weights.buckets import TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership

@@ -19,14 +19,7 @@ from hwrl.errors import CommError, ConfigError
 from hwrl.interfaces import WeightOffer
 from hwrl.run.cluster.placement import choose_senders
 from hwrl.testing.contracts.weights import need_transport
-from hwrl.weights import (
-    TRANSPORTS,
-    EngineReceiver,
-    LinkRegistrations,
-    ReceiverRound,
-    SenderRound,
-    Transport,
-)
+from hwrl.weights import TRANSPORTS, EngineReceiver, LinkRegistrations, ReceiverRound, SenderRound, Transport
 from hwrl.weights.control import Note
 from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.membership import Membership

@@ -14,12 +14,7 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import (
-    CommTimeoutError,
-    LayoutMismatchError,
-    TransferFailedError,
-    UnsupportedError,
-)
+from hwrl.errors import CommTimeoutError, LayoutMismatchError, TransferFailedError, UnsupportedError
 from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.weights import WeightReceiver, WeightSource
 from hwrl.weights.report import StageClock
