@@ -231,7 +231,19 @@ class BucketRing:
 
         With streams this orders the current stream; without, it blocks until the operation is done.
         """
-        slot = self._next_slot(index)
+        # Each transfer begins with the same slot, so that each bucket finds the views that were made for it.
+        self._last_slot = 0 if index <= self._last_bucket else (self._last_slot + 1) % len(self._slots)
+        self._last_bucket, number = index, self._last_slot
+        slot = self._slots[number]
+        if slot is None:
+            nbytes = self.layout.largest_bucket_nbytes
+            nbytes += -nbytes % max(INTEGERS)  # so that it can be viewed as any dtype
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            slot = self._slots[number] = _RingSlot(memory)
+        in_use, slot.in_use = slot.in_use, None  # another thread may forget it meanwhile, to abort the transfer
+        if in_use is not None:
+            in_use.wait()
+        slot.generation += 1
         return BucketLease(index, slot.memory[: self.layout.buckets[index].nbytes], slot, slot.generation)
 
     def release(self) -> None:
@@ -267,22 +279,6 @@ class BucketRing:
             if tensor.data_ptr() + piece.start != base + piece.at or not _is_as_in_memory(tensor):
                 return False
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-
-    def _next_slot(self, index: int) -> _RingSlot:
-        # Each transfer begins with the same slot, so that each bucket finds the views that were made for it.
-        self._last_slot = 0 if index <= self._last_bucket else (self._last_slot + 1) % len(self._slots)
-        self._last_bucket, number = index, self._last_slot
-        slot = self._slots[number]
-        if slot is None:
-            nbytes = self.layout.largest_bucket_nbytes
-            nbytes += -nbytes % max(INTEGERS)  # so that it can be viewed as any dtype
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            slot = self._slots[number] = _RingSlot(memory)
-        in_use, slot.in_use = slot.in_use, None  # another thread may forget it meanwhile, to abort the transfer
-        if in_use is not None:
-            in_use.wait()
-        slot.generation += 1
-        return slot
 
     def _groups(self, index: int) -> list[tuple[torch.dtype, list[int]]]:
         """Return the pieces of bucket ``index`` in groups for batched copies, each with the integer type to copy as."""

@@ -18,13 +18,7 @@ from hwrl.comm import PrefixStore, Store, await_keys, clone_store
 from hwrl.comm.store import pause, store_failures
 from hwrl.errors import CommError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
-from hwrl.weights.messages import (
-    Abandonment,
-    Decision,
-    DecisionKind,
-    Proposal,
-    Vote,
-)
+from hwrl.weights.messages import Abandonment, Decision, DecisionKind, Proposal, Vote
 
 if TYPE_CHECKING:
     from hwrl.weights.transport import Transport

@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hwrl.comm import Store, connect_store
-from hwrl.errors import (
-    CommError,
-    LayoutMismatchError,
-    ReceiverExcludedError,
-    TransferFailedError,
-)
+from hwrl.errors import CommError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces import Backend, WeightOffer
 from hwrl.weights.control import ControlChannel
 from hwrl.weights.destination import DestinationFactory

@@ -114,15 +114,12 @@ def _followed(group: Group, name: str, follow: Callable[[int], Exception | None]
 def read_together(
     group: Group, source: WeightSource, *, number: int = 0, gatherers: Gatherers | None = None
 ) -> Iterator[NamedTensor]:
-    """Yield rank 0's tensors of ``source``, while the other ranks follow. ``number`` is that of the proposal."""
+    """Yield rank 0's tensors of ``source``, while the other ranks follow. ``number`` is that of the proposal.
+
+    Read it to its end, because the other ranks gather to the end.
+    """
     exchange(group, {"read": number})
-    weights = gathered(source, gatherers)
-    try:
-        for pair in weights:  # noqa: UP028 - delegating would close the iterator before it is drained
-            yield pair
-    finally:
-        for _ in weights:  # if the reader stopped early, because the other ranks gather to the end
-            pass
+    yield from gathered(source, gatherers)
 
 
 class Reports:

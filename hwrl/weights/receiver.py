@@ -115,7 +115,6 @@ class WeightReceiver:
             cancellation=self._cancellation,
         )
         self._taking = False  # whether a transfer is under way
-        self._left = False  # whether it left the link, so that the next call joins again
         self._undelivered: list[Received] = []  # a committed version that no caller has got, if there is one
 
     version: int | None
@@ -139,7 +138,6 @@ class WeightReceiver:
         self._registrations.channel.require_own_process()
         self._intake.abort()
         self._registrations.join()
-        self._left = False
 
     def release(self) -> None:
         """Free the memory of received versions, which must not be used after this; the next version allocates it."""
@@ -185,7 +183,7 @@ class WeightReceiver:
         """Count the newest version as not received, because its tensors were dropped. The next call joins again."""
         self.version = None
         with contextlib.suppress(CommError):  # if the store is lost, there is no link to leave
-            self._leave()
+            self._registrations.leave()
 
     def cancel(self) -> None:
         """Abort the receive of another thread, or the next one if there is none. Does not wait for its end.
@@ -213,14 +211,14 @@ class WeightReceiver:
                     )
             except CommAbortedError:
                 if aborted is not None:
-                    self._leave()  # so that the sender does not wait for this receiver in the next attempt
+                    self._registrations.leave()  # the sender need not wait for it in the next attempt
                 raise
             try:
                 layout, destination, _ = self._intake.prepare(proposal)
                 if self._take(proposal, layout, destination, deadline, clock):
                     return
             except LayoutMismatchError:
-                self._leave()  # so that the sender does not wait for a receiver that cannot receive
+                self._registrations.leave()  # the sender need not wait for a receiver that cannot receive
                 raise
             if not self._registrations.keeps_versions(proposal):
                 aborted, deadline = proposal, self._registrations.next_deadline(proposal, deadline)
@@ -234,14 +232,9 @@ class WeightReceiver:
         finally:
             self._intake.close()
 
-    def _leave(self) -> None:
-        self._registrations.leave()
-        self._left = True
-
     def _join_if_left(self) -> None:
-        if self._left:
+        if not self._registrations.numbers:
             self._registrations.join()
-            self._left = False
 
     def _take(
         self, proposal: Proposal, layout: WeightLayout, destination: Destination, deadline: float, clock: StageClock
@@ -289,7 +282,7 @@ class WeightReceiver:
             with contextlib.suppress(CommError, TransferFailedError):
                 vote = self._registrations.channel.vote(proposal, member)
                 if vote is None or vote.kind is not VoteKind.FAILED:
-                    self._leave()
+                    self._registrations.leave()
 
 
 def _destination_factory(

@@ -46,7 +46,7 @@ class LinkRegistrations:
         self._done = 0  # proposals up to this number were taken, aborted or ignored
         self._checked_s = -math.inf  # when poll last checked that no member is excluded
         self.numbers: tuple[int, ...] = ()
-        """The members' join numbers, in the order of ``replicas``."""
+        """The members' join numbers, in the order of ``replicas``; none after :meth:`leave`."""
         self.join(newest=newest)
 
     def join(self, *, newest: bool = True) -> None:

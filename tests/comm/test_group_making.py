@@ -5,16 +5,7 @@ from functools import partial
 
 import pytest
 
-from hwrl.comm import (
-    Comm,
-    Group,
-    Store,
-    await_keys,
-    call_off_group,
-    connect_store,
-    serve_store,
-    store_address,
-)
+from hwrl.comm import Comm, Group, Store, await_keys, call_off_group, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.weight_link import beside

@@ -83,6 +83,7 @@ def test_every_rank_publishes_and_the_receiver_gets_whole_tensors(transport: str
     first, second, received = run_processes(_publish_or_receive, 3, store_address(served), transport)
     assert first == second and all(report[:2] == (5, 1) for report in first)
     expected = Model().state_dict()
+    assert first[0][2] == sum(whole.nbytes for name, whole in expected.items() if name != "head.weight"), "it is tied"
     for (_, kind), found in received.items():
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():

@@ -22,7 +22,6 @@ from hwrl.weights import (
     Destination,
     EngineReceiver,
     LinkRegistrations,
-    TensorStream,
     WeightLayout,
     WeightSender,
     WeightSource,
@@ -130,41 +129,6 @@ def test_the_ring_is_as_small_as_it_is_told_to_be() -> None:
     assert CopyDestination(layout, [], backend=CPU, buckets=4, ring_nbytes=room).slots == 2
     assert CopyDestination(layout, [], backend=CPU, buckets=4, ring_nbytes=1).slots == 1
     assert ring_nbytes_of(layout, ring_nbytes=room) == room - 8 < ring_nbytes_of(layout)
-
-
-# -- a loader of tensors --------------------------------------------------------------------------------------------
-
-
-class Loader:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.loaded: list[tuple[str, torch.Tensor]] = []
-        self.calls: list[str] = []
-
-    def begin(self) -> None:
-        self.calls.append("begin")
-
-    def load(self, tensors: Any) -> None:
-        self.loaded += tensors
-
-    def finish(self) -> None:
-        self.calls.append("finish")
-
-    def cancel(self) -> None:
-        self.calls.append("cancel")
-
-
-def test_a_loader_gets_every_tensor_once_and_may_keep_it() -> None:
-    tied = torch.randn(40, 40)
-    named = [("large", torch.randn(50, 50)), ("tied", tied), ("none", torch.zeros(0, 3)), ("too", tied)]
-    named += [(f"small{n}", torch.full((n + 1,), float(n))) for n in range(30)]
-    layout, loader = WeightLayout.plan(named, bucket_nbytes=1024), Loader()
-    carry(layout, named, TensorStream(layout, loader, backend=CPU, buckets=2))
-    assert loader.calls == ["begin", "finish"]
-    loaded = dict(loader.loaded)
-    assert len(loader.loaded) == len(named) and loaded.keys() == dict(named).keys()
-    assert all(torch.equal(loaded[name], tensor) and loaded[name].shape == tensor.shape for name, tensor in named)
 
 
 # -- several processes ----------------------------------------------------------------------------------------------

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import CommAbortedError, CommError, ConfigError, LayoutMismatchError, TransferFailedError
+from hwrl.errors import (
+    CommAbortedError,
+    CommError,
+    ConfigError,
+    LayoutMismatchError,
+    TransferFailedError,
+    UnsupportedError,
+)
 from hwrl.weights import WeightSender, WeightSource
 from hwrl.weights.control import Note
 from hwrl.weights.membership import Membership
@@ -89,8 +96,13 @@ def _interrupt(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("transport", ["device", "host"])
-@pytest.mark.parametrize("fault", ["wrong tensor", "interrupt"])
+@pytest.mark.parametrize(
+    ("transport", "fault"),
+    [
+        ("device", "wrong tensor"), ("device", "interrupt"), ("host", "wrong tensor"), ("host", "interrupt"),
+        ("ipc", "wrong tensor"),
+    ],
+)  # fmt: skip
 def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_comes(
     store: Store, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +116,7 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
         with pytest.raises((LayoutMismatchError, KeyboardInterrupt)):
             sender.publish(1, weights.source())
         assert (weights.begun, weights.ended) == (1, 1)
-        with pytest.raises(TransferFailedError):
+        with pytest.raises((TransferFailedError, UnsupportedError)):  # ipc connects no process with itself
             waiting()
         assert time.monotonic() - begin < SOON_S
 
@@ -236,6 +248,7 @@ def test_a_deposed_sender_that_wakes_late_hides_no_version_of_the_new_one(store:
             channel.propose(late)
             assert receiver.receive(timeout_s=SOON_S).version == 2
             assert not publishing().excluded
+            exchange(second, [receiver], 3)
 
 
 def test_a_sender_deposed_while_it_plans_its_layout_offers_nothing(store: Store) -> None:
@@ -254,17 +267,16 @@ def test_a_sender_deposed_while_it_plans_its_layout_offers_nothing(store: Store)
         second[0].close()
 
 
-@pytest.mark.parametrize("name", ["ghost-{}", "ghost"])
-def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Store, name: str) -> None:
+def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Store) -> None:
     with sender_of(store, timeout_s=0.5) as sender, receiver_of(store, "healthy") as healthy:
-        receiver_of(store, name.format(0))
+        receiver_of(store, "ghost-0")
         waiting = beside(lambda: healthy.receive(timeout_s=600.0))
         publishing = beside(lambda: (sender.publish(1, model_of(1)), time.monotonic()))
         begin, seen, channel = time.monotonic(), 0, channel_of(store)
         while healthy.version is None and time.monotonic() - begin < slow(8.0):
             if channel.newest() != seen:  # for every round joins a receiver that never takes part
                 seen = channel.newest()
-                channel.join(name.format(seen))
+                channel.join(f"ghost-{seen}")
         assert waiting().version == 1
         report, ended = publishing()
         assert report.receivers == 1 and ended - begin < slow(4 * 0.5) + SOON_S

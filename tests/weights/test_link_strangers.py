@@ -21,7 +21,6 @@ from hwrl.interfaces import Handle
 from hwrl.testing.processes import run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.control import ControlChannel
-from hwrl.weights.messages import Decision, DecisionKind, Vote, VoteKind
 from hwrl.weights.transports.ipc import Window
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.listeners import listeners
@@ -251,15 +250,6 @@ def _use(sender: WeightSender, receiver: WeightReceiver) -> None:
     ):
         with contextlib.suppress(HwrlError):
             call()
-
-
-def test_votes_and_decisions_of_members_are_what_was_written() -> None:
-    for junk in _JUNK:
-        for message in (Vote, Decision):
-            with pytest.raises(HwrlError):
-                message.read(junk.encode() if isinstance(junk, str) else junk)
-    assert Vote.read(b'["whole", ""]') == Vote(VoteKind.WHOLE)
-    assert Decision.read(b'["committed", ""]') == Decision(DecisionKind.COMMITTED)
 
 
 def test_the_address_of_a_store_is_in_no_repr_and_no_error(store: Store) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hwrl.errors import TransferFailedError
 from hwrl.weights import TRANSPORTS
 from hwrl.weights.messages import Decision, Proposal, Vote
+from hwrl.weights.ranks import ShareReport
 
 _PROPOSAL: dict[str, Any] = {
     "number": 1,
@@ -64,10 +65,7 @@ def test_a_proposal_of_an_unknown_transport_says_how_to_know_it() -> None:
 @pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])
 @pytest.mark.parametrize(
     ("message", "name"),
-    [
-        (Vote, "a vote"),
-        (Decision, "a decision"),
-    ],
+    [(Vote, "a vote"), (Decision, "a decision"), (ShareReport, "a sending rank's report")],
 )
 def test_unreadable_messages_are_refused(message: Any, name: str, text: bytes) -> None:
     with pytest.raises(TransferFailedError, match=f"{name} cannot be read"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.comm import Comm, Store, connect_store, serve_store, store_address
+from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
@@ -157,41 +157,6 @@ def test_a_generator_whose_transfer_breaks_is_read_to_its_end_and_both_ends_are_
             assert "exit code -9" in str(processes.wait(rank).error)
 
 
-def _make_together(rank: int, address: str) -> float:
-    store, begin = connect_store(address), time.monotonic()
-    group = Comm(_cpu()).standalone_group(connect_store(address), rank=rank, size=2, name="trainer", timeout_s=600.0)
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(COUNT):
-            tensor = torch.ones(2000)
-            group.all_reduce(tensor)
-            yield f"t{number}", tensor
-
-    if rank:
-        for _ in range(4):
-            for _ in tensors():
-                pass
-        group.close()
-        return time.monotonic() - begin
-    with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
-        assert sender.publish(5, tensors()).receivers == 0
-        with pytest.raises(TransferFailedError, match="cannot follow"):
-            sender.publish(4, tensors())
-        places = {f"t{number}": torch.zeros(2000) for number in range(4)}
-        with WeightReceiver(store, replica="narrow", backend=_cpu(), into=places) as narrow:
-            waiting = beside(narrow.receive)
-            assert sender.publish(6, tensors()).receivers == 0
-            with pytest.raises(LayoutMismatchError):
-                waiting()
-        assert sender.publish(7, tensors()).receivers == 0
-    group.close()
-    return time.monotonic() - begin
-
-
-def test_ranks_that_make_the_tensors_together_never_wait_for_a_sender_that_failed() -> None:
-    assert max(run_processes(_make_together, 2, store_address(serve_store()))) < 400.0
-
-
 def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -203,23 +168,6 @@ def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
     with sender_of(store) as sender:
         sender.publish(1, tensors())
         assert made[0]() is None
-
-
-def test_a_receiver_without_a_place_for_a_tensor_leaves(store: Store) -> None:
-    into = {name: torch.zeros_like(tensor) for name, tensor in Generated(1).tensors()}
-    late = into.popitem()
-    with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, receiver_of(store, into=into) as receiver:
-        waiting = beside(receiver.receive)
-        assert sender.publish(1, Generated(1).tensors()).receivers == 0
-        with pytest.raises(LayoutMismatchError, match=late[0]):
-            waiting()
-        assert sender.receivers() == ()
-        into |= [late]
-        receiver.poll()  # joins again
-        assert sender.receivers() == ("r0",)
-        waiting = beside(receiver.receive)
-        assert sender.publish(1, Generated(1).tensors()).receivers == 1
-        assert waiting().version == 1 and _is_whole(into, 1)
 
 
 def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store: Store) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwrl.comm import await_keys, connect_store, raw_bytes, serve_store, store_address
-from hwrl.errors import CommTimeoutError, ReceiverExcludedError, TransferFailedError
+from hwrl.comm import await_keys, connect_store, serve_store, store_address
+from hwrl.errors import CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import Received, WeightReceiver, WeightSender
@@ -17,42 +17,10 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverContext
 from hwrl.weights.transports.host import HostReceiver
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.faulty import CorruptingBackend, DyingBackend, LateBackend
+from tests.support.faulty import DyingBackend, LateBackend
+from tests.support.sharded_weights import BUCKET_NBYTES, hard_weights, is_exact
 from tests.support.speed import slow
 from tests.support.weight_link import channel_of, newest_proposal
-
-BUCKET_NBYTES = 4096
-
-Named = list[tuple[str, torch.Tensor]]
-
-
-def _model(version: int) -> Named:
-    """A hard list: 0-d, odd sizes, mixed dtypes, not contiguous, tied, empty, larger than a bucket."""
-    generator = torch.Generator().manual_seed(version)
-    embed = torch.randn(61, 40, generator=generator)
-    return [
-        ("embed", embed),
-        ("scale", torch.tensor(float(version))),
-        ("odd", torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=generator)),
-        ("turned", torch.randn(50, 60, generator=generator).T),
-        ("half", torch.randn(33, 3, generator=generator).to(torch.bfloat16)),
-        ("strided", torch.randn(40, 9, generator=generator)[:, ::2]),
-        ("mask", torch.randn(77, generator=generator) > 0),
-        ("eighth", torch.randn(130, generator=generator).to(torch.float8_e4m3fn)),
-        ("empty", torch.empty(0, 3)),
-        ("step", torch.tensor([version])),
-        ("head", embed),
-    ]
-
-
-def _is_model(received: Received, version: int) -> bool:
-    expected = _model(version)
-    assert list(received) == [name for name, _ in expected]
-    for name, tensor in expected:
-        mine = received[name]
-        assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, name
-        assert torch.equal(raw_bytes(mine.contiguous()), raw_bytes(tensor.contiguous())), name
-    return mine.data_ptr() == received["embed"].data_ptr()
 
 
 def _cpu() -> Backend:
@@ -69,30 +37,33 @@ def _send_and_receive(rank: int, address: str, transport: Any) -> Any:
             sender.wait_for_receivers(2)
             reports = []
             for version in (3, 4, 9):
-                reports.append(sender.publish(version, _model(version), {"step": version, "note": "x"}))
+                reports.append(sender.publish(version, hard_weights(version), {"step": version, "note": "x"}))
                 assert not await_keys(store, [f"got {version}/{peer}" for peer in (1, 2)], timeout_s=600.0)
             return [(report.version, report.receivers, dict(report.excluded)) for report in reports]
-    with WeightReceiver(store, replica=f"r{rank}", backend=_cpu()) as receiver:
-        kept: list[Received] = []
-        tied = []
+    into = {name: torch.zeros_like(tensor) for name, tensor in hard_weights(0)} if rank == 2 else None
+    with WeightReceiver(store, replica=f"r{rank}", backend=_cpu(), into=into) as receiver:
+        before: Received | None = None
+        exact = []
         for version in (3, 4, 9):
             received = receiver.receive(timeout_s=600.0)
             assert received.version == receiver.version == version
             assert received.metadata == {"step": version, "note": "x"}
             assert receiver.poll() is None
-            tied.append(_is_model(received, version))
-            if kept:
-                _is_model(kept[-1], kept[-1].version)  # the version before is whole until the next receive begins
-            kept.append(received)
+            exact.append(is_exact(received, version, tied=into is None))
+            if before is not None and into is None:  # it is whole until the next receive begins
+                exact.append(is_exact(before, before.version))
+            before = received
             store.set(f"got {version}/{rank}", "")
-        return all(tied), dist.is_initialized(), sorted(kept[-1].seconds)
+        return all(exact), dist.is_initialized(), sorted(received.seconds)
 
 
 @pytest.mark.parametrize(
     ("transport", "stages"),
     [("device", ["rendezvous", "vote", "wait", "wire"]), ("host", ["copy", "register", "wait"])],
 )
-def test_a_hard_model_arrives_bit_for_bit(transport: str, stages: list[str]) -> None:
+def test_a_hard_model_arrives_bit_for_bit_in_new_memory_and_in_untied_tensors(
+    transport: str, stages: list[str]
+) -> None:
     store = serve_store()
     sent, *received = run_processes(_send_and_receive, 3, store_address(store), transport)
     assert sent == [(version, 2, {}) for version in (3, 4, 9)]
@@ -109,9 +80,9 @@ def _send_past_a_death(rank: int, address: str, dies: int) -> Any:
         with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
             sender.wait_for_receivers(3)
             begin = time.monotonic()
-            first = sender.publish(1, _model(1))
+            first = sender.publish(1, hard_weights(1))
             took_s = time.monotonic() - begin
-            second = sender.publish(2, _model(2))
+            second = sender.publish(2, hard_weights(2))
             return first.receivers, dict(first.excluded), took_s, second.receivers, dict(second.excluded)
     backend = DyingBackend(at=3) if rank == dies else _cpu()
     store.get(f"joined {rank - 1}")  # the order decides who sends on to whom in a broadcast
@@ -120,7 +91,7 @@ def _send_past_a_death(rank: int, address: str, dies: int) -> Any:
         versions = []
         for _ in range(2):
             received = receiver.receive(timeout_s=600.0)
-            _is_model(received, received.version)
+            assert is_exact(received, received.version)
             versions.append(received.version)
         return versions
 
@@ -137,61 +108,27 @@ def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_versi
         assert "exit code -9" in str(processes.wait(dies).error)
 
 
-def _send_to_a_corrupter(rank: int, address: str) -> Any:
-    store = connect_store(address)
-    if rank == 0:
-        with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
-            sender.wait_for_receivers(2)
-            first = sender.publish(1, _model(1))
-            sender.wait_for_receivers(2, timeout_s=600.0)
-            second = sender.publish(2, _model(2))
-            return first.receivers, dict(first.excluded), second.receivers, dict(second.excluded)
-    bad = rank == 2
-    backend = CorruptingBackend(at=2) if bad else _cpu()
-    with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
-        if bad:
-            with pytest.raises(ReceiverExcludedError, match=r"corrupt: buckets \[2\]"):
-                receiver.receive(timeout_s=600.0)
-            with pytest.raises(ReceiverExcludedError):
-                receiver.poll()
-            assert receiver.version is None
-            receiver.join()
-        received = receiver.receive(timeout_s=600.0)
-        while received.version < 2:
-            received = receiver.receive(timeout_s=600.0)
-        return _is_model(received, 2)
-
-
-def test_a_corrupted_bucket_excludes_its_receiver_which_may_join_again() -> None:
-    store = serve_store()
-    sent, *received = run_processes(_send_to_a_corrupter, 3, store_address(store))
-    receivers, excluded, later, later_excluded = sent
-    assert (receivers, later, later_excluded) == (1, 2, {})
-    assert excluded.keys() == {"r2"} and "other bytes than were sent" in excluded["r2"]
-    assert received == [True, True]
-
-
 def _sender_dies(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 0:
         with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES) as sender:
             sender.wait_for_receivers(1)
-            sender.publish(7, _model(7))
+            sender.publish(7, hard_weights(7))
         with WeightSender(store, backend=DyingBackend(at=3), bucket_nbytes=BUCKET_NBYTES) as sender:
-            sender.publish(8, _model(8))
+            sender.publish(8, hard_weights(8))
         return None
     if rank == 1:
         with WeightReceiver(store, replica="r1", backend=_cpu()) as receiver:
             old = receiver.receive(timeout_s=600.0)
             store.set("has 7", "")
             received = receiver.receive(timeout_s=600.0)  # waits for the dead sender until it hears of the next
-            assert _is_model(old, 7) and _is_model(received, 2)
+            assert is_exact(old, 7) and is_exact(received, 2)
             return receiver.version
     number = (1 << 32) + 2  # the first proposal of the second sender
     before = ["has 7", f"weights/policy/proposal/{number}", f"weights/policy/ready/{number}/1", "the sender is dead"]
     assert not await_keys(store, before, timeout_s=300.0)
     with WeightSender(store, backend=_cpu(), bucket_nbytes=BUCKET_NBYTES, timeout_s=600.0) as sender:
-        return sender.publish(2, _model(2)).receivers
+        return sender.publish(2, hard_weights(2)).receivers
 
 
 def test_receivers_keep_the_old_version_when_the_sender_dies_and_follow_a_restarted_one_back() -> None:
@@ -218,44 +155,15 @@ def _hold_a_claim(rank: int, address: str) -> None:
 def test_a_killed_reader_gives_its_claim_back() -> None:
     store = serve_store()
     with WeightSender(store, backend=_cpu(), transport="host", versions=2, timeout_s=0.2) as sender:
-        sender.publish(1, _model(1))
+        sender.publish(1, hard_weights(1))
         with Processes(_hold_a_claim, 1, store_address(store)) as processes:
             assert not await_keys(store, ["claimed"], timeout_s=300.0)
-            sender.publish(2, _model(2))
+            sender.publish(2, hard_weights(2))
             with pytest.raises(TransferFailedError, match="receivers have been reading all 1 others"):
-                sender.publish(3, _model(3))
+                sender.publish(3, hard_weights(3))
             processes.kill(0)
             processes.wait(0)
-            assert sender.publish(3, _model(3)).version == 3
-
-
-def _publish_and_pause(
-    rank: int,
-    address: str,
-) -> None:
-    store = connect_store(address)
-    sender = WeightSender(store, backend=_cpu(), transport="host")
-    sender.publish(1, _model(1))
-    store.set("published", "")
-    await_keys(store, ["never"], timeout_s=500.0)
-
-
-def test_versions_in_memory_vanish_with_a_killed_sender_and_stay_with_the_receivers_that_have_them() -> None:
-    store, before = serve_store(), set(Path("/dev/shm").iterdir())
-    with WeightReceiver(store, replica="r0", backend=_cpu()) as receiver:
-        with Processes(_publish_and_pause, 1, store_address(store)) as processes:
-            assert not await_keys(store, ["published"], timeout_s=300.0)
-            left = {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("hwrl-weights")}
-            received = receiver.receive(timeout_s=600.0)
-            processes.kill(0)
-            processes.wait(0)
-        assert left == set()
-        assert _is_model(received, 1) and receiver.version == 1
-        with (
-            WeightReceiver(store, replica="late", backend=_cpu()) as late,
-            pytest.raises(TransferFailedError, match=r"version 1 is not on this host[\s\S]*is dead"),
-        ):
-            late.receive(timeout_s=600.0)
+            assert sender.publish(3, hard_weights(3)).version == 3
 
 
 def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
@@ -268,13 +176,13 @@ def _publish_and_stop_in_mid_write(rank: int, address: str) -> None:
 
     backend = LateBackend(at=3, reach=reach, and_later=True)
     sender = WeightSender(store, backend=backend, transport="host", bucket_nbytes=BUCKET_NBYTES)
-    sender.publish(1, _model(1))
+    sender.publish(1, hard_weights(1))
     assert not await_keys(store, ["version 1 was taken"], timeout_s=300.0)
-    sender.publish(2, _model(2))
+    sender.publish(2, hard_weights(2))
 
 
-def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None:
-    store = serve_store()
+def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken_and_its_files_vanish() -> None:
+    store, before = serve_store(), set(Path("/dev/shm").iterdir())
     with (
         Processes(_publish_and_stop_in_mid_write, 1, store_address(store)) as processes,
         WeightReceiver(store, replica="old", backend=_cpu()) as old,
@@ -289,9 +197,11 @@ def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken() -> None
         processes.wait(0)
         with pytest.raises(TransferFailedError, match=r"version 2 will never be complete[\s\S]*its sender died"):
             old.receive(timeout_s=600.0)
-        assert (old.version, old.poll()) == (1, None) and _is_model(kept, 1)
+        assert (old.version, old.poll()) == (1, None) and is_exact(kept, 1)
+        left = set(Path("/dev/shm").iterdir()) - before
+        assert not [path for path in left if path.name.startswith("hwrl-weights")]
         with pytest.raises(TransferFailedError, match=r"is not on this host[\s\S]*is dead"):
             late.receive(timeout_s=600.0)
         with WeightSender(store, backend=_cpu(), transport="host") as sender:
-            sender.publish(2, _model(2))
-            assert _is_model(old.receive(timeout_s=600.0), 2) and _is_model(late.receive(timeout_s=600.0), 2)
+            sender.publish(2, hard_weights(2))
+            assert is_exact(old.receive(timeout_s=600.0), 2) and is_exact(late.receive(timeout_s=600.0), 2)

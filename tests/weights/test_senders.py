@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +15,15 @@ import pytest
 import torch
 
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
-from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError, TransferFailedError
+from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import (
-    TRANSPORTS,
-    WeightLayout,
-    WeightReceiver,
-    WeightSender,
-    WeightSource,
-    bucket_sizes,
-)
+from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource, bucket_sizes
 from hwrl.weights.buckets import TensorReader
 from hwrl.weights.control import ControlChannel, Note
 from hwrl.weights.membership import Membership
 from hwrl.weights.messages import Limits, VoteKind
-from hwrl.weights.ranks import Follower, Reports, ShareReport
-from hwrl.weights.shares import Shares, divide_buckets, sender_ranks
+from hwrl.weights.ranks import Reports, ShareReport
+from hwrl.weights.shares import Shares, divide_buckets
 from hwrl.weights.source import Gatherers
 from hwrl.weights.transport import SenderRound, aborted_when
 from hwrl_cpu import INFO, CpuBackend
@@ -57,18 +49,6 @@ def test_shares_are_equal_but_for_a_bucket_up_to_every_point(senders: int) -> No
         nbytes[share] += bucket.nbytes
         assert max(nbytes) - min(nbytes) <= largest
     assert min(nbytes) > 0
-
-
-def test_each_share_needs_the_tensors_of_its_buckets_and_the_first_the_empty_ones() -> None:
-    layout = WeightLayout.plan(hard_weights(1), bucket_nbytes=BUCKET_NBYTES)
-    shares = Shares(layout, sender_ranks(3, 4))
-    assert shares.ranks == (0, 1, 2)
-    names = [{layout.entries[number].name for number in shares.entries_of(share)} for share in range(3)]
-    assert set().union(*names) == {entry.name for entry in layout.entries}
-    assert "empty" in names[0] and all(("head" in mine) == ("embed" in mine) for mine in names)
-    assert sum("embed" in mine for mine in names) > 1, "it is larger than a bucket"
-    for share, mine in enumerate(names):
-        assert shares.names_beside(share) == {entry.name for entry in layout.entries} - mine
 
 
 @pytest.mark.parametrize("share", [0, 1])
@@ -292,23 +272,6 @@ def test_a_rank_that_reads_nothing_ends_at_once(store: Any) -> None:
         sender.publish(1, WeightSource.of(hard_weights(1)))
 
 
-def test_a_sending_rank_that_cannot_read_the_layout_tells_rank_0_at_once(store: Any) -> None:
-    group: Any = _Announced()
-    with sender_of(store) as sender, receiver_of(store) as receiver:
-        exchange(sender, [receiver], 1)
-    channel = channel_of(store)
-    proposal = replace(newest_proposal(store), number=channel.reserve_number(1), layout_hash="none", senders=2)
-    channel.propose(proposal)
-    sending = SenderRound(proposal, channel, Membership(channel))
-    options: Any = {"name": "policy", "backend": CpuBackend(INFO), "senders": 2, "buckets": 4, "transports": TRANSPORTS}
-    follower = Follower(store, group, **options)
-    with pytest.raises(LayoutMismatchError):
-        follower.follow(WeightSource.of(hard_weights(1)), proposal.number)
-    with pytest.raises(TransferFailedError, match=r"(?s)rank 1 of the senders could not send its share.*layout"):
-        Reports((0, 1), Limits(slow(0.5))).wait_until_sent(sending)
-    follower.close()
-
-
 def test_a_report_at_the_last_moment_blames_no_other_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ControlChannel.read
 
@@ -331,18 +294,6 @@ def test_an_operation_that_waits_is_aborted_when_its_round_is_over() -> None:
     ended = threading.Event()
     with aborted_when(lambda: True, ended.set):
         assert ended.wait(500.0), "nobody ended the operation that waits"
-
-
-@pytest.mark.parametrize("junk", ["", "[]", '["sent"]', '["done", ""]', "[" * 5000])
-def test_a_malformed_report_of_a_sending_rank_fails_the_version(store: Any, junk: str) -> None:
-    with sender_of(store) as sender, receiver_of(store) as receiver:
-        exchange(sender, [receiver], 1)
-        channel, proposal = channel_of(store), newest_proposal(store)
-        channel.write(proposal, Note.SHARE, junk, name="share/1")
-        sending, reports = SenderRound(proposal, channel, Membership(channel)), Reports((0, 1), Limits(10.0))
-        for read in (reports.wait_until_sent, reports.stop):
-            with pytest.raises(TransferFailedError, match="a sending rank's report cannot be read"):
-                read(sending)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

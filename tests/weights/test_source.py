@@ -1,4 +1,4 @@
-"""WeightSource.from_module: plain, tied and sharded modules."""
+"""What can be sent: modules, plain and tied ones, and other weights; refusals by name."""
 
 from __future__ import annotations
 
@@ -73,34 +73,6 @@ def test_a_module_whose_ties_change_is_read_as_it_is_now() -> None:
     )
     model.head.weight = torch.nn.Parameter(torch.zeros(9, 6))
     assert dict(source)["head.weight"].sum() == 0
-
-
-def _read_sharded(rank: int, address: str) -> Any:
-    backend = CpuBackend(INFO)
-    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
-        model = Tied()
-        fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(WeightsError, match=r"2 ranks share it[\s\S]*WeightSender\(store, group=group\)"):
-            WeightSource.from_module(model)
-        source = WeightSource.from_module(model, group=group)
-        read = dict(source)
-        if rank == 0:
-            layout = WeightLayout.plan(source.metadata())
-            assert [entry.name for entry in layout.entries if entry.alias_of] == ["head.weight"]
-        assert dict(source).keys() == read.keys(), "it can be read again"
-        tied = not read or read["head.weight"] is read["embed.weight"]
-        return read, tied
-
-
-def test_of_a_sharded_module_the_first_rank_reads_whole_tensors_and_the_others_nothing() -> None:
-    served = serve_store()
-    (whole, tied), (nothing, _) = run_processes(_read_sharded, 2, store_address(served))
-    expected = Tied().state_dict()
-    assert nothing == {} and tied
-    assert whole.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor), name
 
 
 class Lazy(Mapping[str, torch.Tensor]):

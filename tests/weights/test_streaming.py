@@ -158,18 +158,6 @@ def test_a_stream_closed_after_the_decision_and_before_its_end_has_no_version(
         assert publishing().receivers == 1
 
 
-def test_a_consumer_that_fails_with_the_last_tensor_has_no_version(store: Store) -> None:
-    with sender_of(store, transport="host") as sender, _stream_of(store) as receiver:
-        sender.publish(1, [("w", torch.ones(3))])
-        with pytest.raises(ZeroDivisionError), receiver.stream() as incoming:
-            next(incoming)
-            _ = 1 / 0
-        assert receiver.version is None
-        with receiver.stream() as incoming:
-            assert len(dict(incoming)) == 1
-        assert receiver.version == 1
-
-
 def test_a_stream_that_was_left_open_ends_when_the_next_one_begins(store: Store) -> None:
     with sender_of(store, bucket_nbytes=BUCKET_NBYTES) as sender, _stream_of(store) as receiver:
         publishing = beside(lambda: _publish_until_joined(sender, 1))

@@ -14,12 +14,8 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import (
-    CommTimeoutError,
-    LayoutMismatchError,
-    TransferFailedError,
-    UnsupportedError,
-)
+from hwrl.errors import CommTimeoutError, LayoutMismatchError, TransferFailedError, UnsupportedError
+from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.weights import WeightReceiver, WeightSource
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverContext
@@ -205,13 +201,6 @@ def test_without_files_in_memory_versions_are_in_the_temporary_directory_and_a_w
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_host_sender_is_named(store: Store) -> None:
-    with sender_of(store, transport="host") as sender:
-        sender.publish(1, model_of(1))
-    with receiver_of(store) as receiver, pytest.raises(TransferFailedError, match="its sender has closed it"):
-        receiver.receive(timeout_s=200.0)
-
-
 _WHY = {
     "short": r"the file has 4,096 bytes, and this layout takes [\d,]+",
     "can be shortened": "not a memory file of fixed size",
@@ -267,39 +256,27 @@ class EagerEvents(CpuBackend):
 
     def __init__(self) -> None:
         super().__init__(INFO)
-        self.waited: list[Any] = []  # kept alive, so that no later event has the id of one
+        self.waited: list[InlineEvent] = []  # kept alive, so that no later event has the id of one
         self.again = 0
 
-    def event(self, *, timing: bool = False) -> Any:
-        backend, inner = self, super().event(timing=timing)
+    def event(self, *, timing: bool = False) -> InlineEvent:
+        backend = self
 
-        class Event:
-            def record(self, *args: Any) -> Any:
+        class Event(InlineEvent):
+            def record(self, stream: Any = None) -> None:
                 backend.again += any(self is event for event in backend.waited)
-                return inner.record(*args)
+                super().record(stream)
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
+        return Event(self.synchronize)
 
-        return Event()
+    def stream(self) -> InlineStream:
+        backend = self
 
-    def stream(self, *args: Any, **options: Any) -> Any:
-        backend, inner = self, super().stream(*args, **options)
-
-        class Stream:
-            def wait_event(self, event: Any) -> Any:
+        class Stream(InlineStream):
+            def wait_event(self, event: InlineEvent) -> None:
                 backend.waited.append(event)
 
-            def __enter__(self) -> Any:
-                return inner.__enter__()
-
-            def __exit__(self, *exc: Any) -> Any:
-                return inner.__exit__(*exc)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
-
-        return Stream()
+        return Stream(self.synchronize)
 
 
 def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store) -> None:

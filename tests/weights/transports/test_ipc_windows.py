@@ -19,7 +19,7 @@ from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import InlineEvent, InlineStream
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
+from hwrl.weights import WeightLayout, WeightReceiver, WeightSender
 from hwrl.weights.buckets import Checksums
 from hwrl.weights.destination import DoubleBuffer
 from hwrl.weights.messages import VoteKind
@@ -325,46 +325,3 @@ def send_nothing(rank: int, address: str) -> Any:
 def test_no_weights_are_a_version_too() -> None:
     store = serve_store()
     assert run_processes(send_nothing, 2, store_address(store)) == [1, {}]
-
-
-class Generated:
-    """Weights made during the read, like gathered ones; ``most`` bytes of them lived at once."""
-
-    def __init__(self) -> None:
-        self.alive = self.most = 0
-
-    def source(self) -> WeightSource:
-        return WeightSource(self._metadata, self._read)
-
-    def _metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((f"t{number}", torch.empty(LARGE, device="meta")) for number in range(TENSORS))
-
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(TENSORS):
-            tensor = torch.full((LARGE,), float(number))
-            self.alive += tensor.nbytes
-            self.most = max(self.most, self.alive)
-            weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
-            yield f"t{number}", tensor
-
-    def _freed(self, nbytes: int) -> None:
-        self.alive -= nbytes
-
-
-def generate_or_receive(rank: int, address: str) -> Any:
-    if rank == 0:
-        with sender_to(connect_store(address)) as sender:
-            weights = Generated()
-            sender.publish(1, weights.source())
-            return weights.most
-    with WeightReceiver(connect_store(address), replica="r1") as receiver:
-        received = receiver.receive(timeout_s=300.0)
-        return [tensor.mean().item() for tensor in received.values()]
-
-
-def test_of_generated_weights_only_two_windows_are_held() -> None:
-    store = serve_store()
-    most, means = run_processes(generate_or_receive, 2, store_address(store))
-    assert means == [float(number) for number in range(TENSORS)]
-    one = 4 * LARGE  # a tensor larger than a window is held until its last one is taken
-    assert most <= 2 * (BUCKETS // 2 * BUCKET_NBYTES) + 3 * one < TENSORS * one / 4
