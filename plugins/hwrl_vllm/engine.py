@@ -221,6 +221,7 @@ class VllmEngine(RolloutEngine):
         """Check that vLLM supports the settings, and prepare its workers."""
         described = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
         with self._error_drops_weights("preparing its workers"):
+            self._on_workers(WeightLoading.hwrl_follow_logprobs_mode)
             self._on_workers(WeightLoading.hwrl_record, pickle.dumps(described))
             if self._settings.free_cache_engine:
                 self._on_workers(WeightLoading.hwrl_prepare_sleep)

@@ -77,6 +77,13 @@ class WeightLoading:
         lent, adapter = pickle.loads(pickled)
         self.hwrl_load(lent.open(get_backend()), adapter)
 
+    def hwrl_follow_logprobs_mode(self) -> None:
+        """Set the sampler to the engine's ``logprobs_mode``. vllm-ascend 0.26 makes its own without this setting."""
+        mode, sampler = self.model_config.logprobs_mode, self.model_runner.sampler
+        for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+            if hasattr(part, "logprobs_mode"):
+                part.logprobs_mode = mode
+
     def hwrl_record(self, pickled: bytes) -> None:
         """Record how vLLM's loaders bring weights into the model. The engine has no weights at this time.
 
