@@ -97,10 +97,10 @@ class InlineCore(Core):
         """End the engine core and its workers."""
         import zmq  # of vLLM
 
-        # The messages to a worker that was killed are dropped: zmq would wait for ever until it reads them.
+        # vLLM leaves the sockets of its executor open if a worker has died, and zmq would wait for them without an end.
         for one in gc.get_objects():
-            if isinstance(one, zmq.Socket) and not one.closed:
-                one.linger = 0
+            if isinstance(one, zmq.Socket):
+                one.close(linger=0)
         super().close()
 
     def _has_work(self) -> bool:
