@@ -41,6 +41,7 @@ def hwrl(demo: Path, env: Mapping[str, str], *arguments: str) -> subprocess.Comp
     return subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=600, cwd=demo)
 
 
+@pytest.mark.long(60)
 def test_a_run_downloads_its_model_once_pins_the_commit_and_resumes_without_a_network(
     demo: Path, tmp_path: Path, online: tuple[dict[str, str], Mapping[str, int]]
 ) -> None:

@@ -80,7 +80,7 @@ class WeightLoading:
     def hwrl_follow_logprobs_mode(self) -> None:
         """Set the sampler to the engine's ``logprobs_mode``. vllm-ascend 0.26 makes its own without this setting."""
         mode, sampler = self.model_config.logprobs_mode, self.model_runner.sampler
-        for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+        for part in (sampler, getattr(sampler, "topk_topp_sampler", sampler)):
             if hasattr(part, "logprobs_mode"):
                 part.logprobs_mode = mode
 

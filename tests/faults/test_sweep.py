@@ -91,7 +91,7 @@ def test_the_page_has_each_point_with_its_permitted_ends() -> None:
     assert found == {point.name: {*point.ends} for point in POINTS}
 
 
-@pytest.mark.long(50)
+@pytest.mark.long(140)
 @pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *AT_ONCE, *FILTERING, *OF_MACHINE, *FINISHED]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)

@@ -41,11 +41,16 @@ def test_no_module_imports_a_test_module() -> None:
 
 
 def test_the_scripts_name_tests_that_exist() -> None:
-    scripts = [path for path in (REPO / "ci").iterdir() if path.is_file()]
+    """Also by a shell variable for the file or the folder: ``$engine::test_it``."""
+    texts = {path.name: path.read_text() for path in (REPO / "ci").iterdir() if path.is_file()}
     ours = re.compile(r"(?<![\w/])tests/[\w/]+\.py\b")  # not those of another folder in the tree
-    named = {(path.name, name) for path in scripts for name in ours.findall(path.read_text())}
-    assert named
-    assert [f"{script} names {name}" for script, name in sorted(named) if not (REPO / name).is_file()] == []
+    files = {(script, name) for script, text in texts.items() for name in ours.findall(text)}
+    assert files
+    assert [f"{script} names {name}" for script, name in sorted(files) if not (REPO / name).is_file()] == []
+    ours_too = "".join(path.read_text() for path in (REPO / "tests").rglob("test_*.py"))
+    tests = {(script, name) for script, text in texts.items() for name in re.findall(r"::(test_\w+)", text)}
+    assert len(tests) > 5
+    assert [f"{script} names {name}" for script, name in sorted(tests) if f"def {name}(" not in ours_too] == []
 
 
 def limits_of(node: ast.expr) -> list[ast.expr]:

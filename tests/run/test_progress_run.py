@@ -51,7 +51,7 @@ def reward(prompt, response, answer):
 """
 
 
-@pytest.mark.long(40)
+@pytest.mark.long(110)
 def test_slow_work_keeps_its_replica_a_hung_engine_loses_it_and_a_changed_input_ends_the_run(
     start: Callable[..., Run], demo: Path
 ) -> None:

@@ -26,7 +26,7 @@ from tests.support.train_run import (
     sent,
 )
 
-pytestmark = pytest.mark.long(60)
+pytestmark = pytest.mark.long(170)
 
 NOTEBOOK = """
 import json

@@ -87,6 +87,7 @@ def assert_fast_enough(run: Run) -> None:
     assert said is not None and 1.0 <= float(said[1]) < 10
 
 
+@pytest.mark.long(90)
 def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offload_work(
     start: Callable[..., Run],
 ) -> None:
@@ -209,6 +210,7 @@ PPO = [
 ]
 
 
+@pytest.mark.long(130)
 def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the_run_ends(
     start: Callable[..., Run], demo: Path
 ) -> None:
