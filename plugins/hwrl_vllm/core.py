@@ -98,6 +98,7 @@ class InlineCore(Core):
         import zmq  # of vLLM
 
         # vLLM leaves the sockets of its executor open if a worker has died, and zmq would wait for them without an end.
+        gc.unfreeze()  # vLLM hides what it has made from the collector; it does this, too, as it closes
         for one in gc.get_objects():
             if isinstance(one, zmq.Socket):
                 one.close(linger=0)
