@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import pkgutil
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,15 @@ class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             raise ConfigError(
                 f"--weight-transfer-config with the backend {BACKEND!r} cannot be used",
                 why="this vLLM calls its weight-transfer backends in another way than vLLM 0.25 and newer",
-                fix="use vLLM 0.25 or newer; on NPUs that is vllm-ascend 0.25 or newer",
+                fix="use vLLM 0.25 or newer",
+            )
+        worker = pkgutil.resolve_name(self.vllm_config.parallel_config.worker_cls)
+        if worker.update_weights.__module__.partition(".")[0] != "vllm":
+            raise ConfigError(
+                f"--weight-transfer-config with the backend {BACKEND!r} cannot be used",
+                why=f"{worker.__module__}.{worker.__name__} calls weight-transfer backends in another way than vLLM: "
+                "without their start and end of an update",
+                fix="let hwrl start the engine (rollout.engine=vllm): its workers take weights by a way of hwrl's own",
             )
         self._require_device_settings()
 

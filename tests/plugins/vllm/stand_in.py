@@ -103,7 +103,7 @@ class Worker:
     """One of ``of`` workers of vLLM with ``model``, as its ``gpu_worker.py`` calls the engine."""
 
     def __init__(self, factory: Any, model: Any, *, rank: int, of: int) -> None:
-        parallel = SimpleNamespace(rank=rank, world_size=of)
+        parallel = SimpleNamespace(rank=rank, world_size=of, worker_cls=f"{__name__}:Worker")
         settings = SimpleNamespace(hf_config=model.config)
         config = SimpleNamespace(parallel_config=parallel, model_config=settings, additional_config={})
         self.model, self.is_updating = model, False
@@ -127,6 +127,9 @@ class Worker:
         assert self.is_updating, "vLLM raises here"
         self.engine.finish_weight_update()
         self.is_updating = False
+
+
+Worker.update_weights.__module__ = "vllm.v1.worker.gpu_worker"
 
 
 class Workers:

@@ -262,7 +262,8 @@ def test_each_rank_reads_its_weights_once_whatever_fails(
 
 
 def make_worker(factory: ModuleType, additional_config: dict[str, Any] | None) -> object:
-    config = SimpleNamespace(model_config=None, additional_config=additional_config)
+    parallel = SimpleNamespace(worker_cls=f"{stand_in.__name__}:Worker")
+    config = SimpleNamespace(parallel_config=parallel, model_config=None, additional_config=additional_config)
     given = (SimpleNamespace(backend="hwrl"), config, torch.device("cpu"), tiny_model(9))
     return factory.WeightTransferEngineFactory.create_engine(*given)
 
@@ -284,6 +285,15 @@ def test_a_vllm_without_a_setting_for_live_updates_is_refused(
             make_worker(factory, given)
 
 
+def test_a_worker_that_calls_backends_in_its_own_way_is_refused_by_name(
+    factory: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NPUWorker of vllm-ascend 0.26 passes a loader to ``receive_weights``, and tells no start and no end."""
+    monkeypatch.setattr(stand_in.Worker.update_weights, "__module__", "vllm_ascend.worker.worker")
+    with pytest.raises(ConfigError, match=r"stand_in\.Worker calls weight-transfer backends in another way than vLLM"):
+        make_worker(factory, {})
+
+
 def test_a_worker_of_an_older_vllm_is_refused_by_name(factory: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """NPUWorker of vllm-ascend 0.23 passes the parallel settings and the model only."""
 
@@ -292,5 +302,5 @@ def test_a_worker_of_an_older_vllm_is_refused_by_name(factory: ModuleType, monke
 
     transfer = sys.modules["hwrl_vllm.transfer"]
     monkeypatch.setattr(transfer.WeightTransferEngine, "__init__", __init__)
-    with pytest.raises(ConfigError, match=r"use vLLM 0\.25 or newer; on NPUs that is vllm-ascend 0\.25"):
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.25 or newer"):
         transfer.TransferWorker(None, SimpleNamespace(rank=0), tiny_model(9))
