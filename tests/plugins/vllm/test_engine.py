@@ -210,15 +210,12 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_is_taken(engine: VllmEng
     assert engine.pending() == 0
 
 
-@pytest.mark.parametrize("temperature", [0.005, 2.5])
-def test_a_temperature_that_vllm_does_not_take_as_it_is_is_refused(
-    engine: VllmEngine, model_directory: Path, temperature: float
-) -> None:
-    with pytest.raises(EngineError, match=rf"at temperature {temperature}(.|\n)*set rollout\.temperature"):
-        engine.submit([*requests_of(1), *requests_of(1, temperature=temperature)])
+def test_a_temperature_that_vllm_does_not_take_as_it_is_is_refused(engine: VllmEngine, model_directory: Path) -> None:
+    with pytest.raises(EngineError, match=r"at temperature 2\.5(.|\n)*set rollout\.temperature"):
+        engine.submit([*requests_of(1), *requests_of(1, temperature=2.5)])
     assert engine.pending() == 0
-    with pytest.raises(ConfigError, match=rf"rollout\.temperature={temperature} cannot be used with vLLM"):
-        engine_of(model_directory, temperature=temperature)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=2\.5 cannot be used with vLLM"):
+        engine_of(model_directory, temperature=2.5)
 
 
 def test_a_request_that_vllm_refuses_is_told_with_its_reason(
