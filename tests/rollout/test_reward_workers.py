@@ -423,7 +423,12 @@ class Ordering(Lengths):
 def test_an_evaluation_whose_reward_hangs_says_so(start: Start) -> None:
     rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=slow(2.0)))
     answer = rollouter.evaluate([Ordering()[1]])
-    step_until(rollouter, answer.done)
+
+    def scored() -> bool:
+        time.sleep(1e-3)  # nothing is generated meanwhile
+        return answer.done()
+
+    step_until(rollouter, scored)
     with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within " + f"{slow(2):g} s"):
         answer.result(timeout=0)
 

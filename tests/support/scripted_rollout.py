@@ -189,4 +189,3 @@ def step_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
         rollouter.step()
-        time.sleep(1e-3)

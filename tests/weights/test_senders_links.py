@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long(40)
+pytestmark = [pytest.mark.long(40), pytest.mark.extended]  # it compares times, and a busy machine spoils them
 _SCRIPT = Path(__file__).parents[2] / "ci" / "senders.py"
 _CANNOT_RUN = 77
 
