@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 import uuid
 from abc import ABC, abstractmethod
@@ -77,6 +76,11 @@ class Core(ABC):
 class InlineCore(Core):
     """The engine core in this process. It steps only in calls of this class; the device may be one step ahead."""
 
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        executor = client.engine_core.model_executor
+        self._queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
+
     def next_tokens(self) -> list[NewTokens]:
         tokens: list[NewTokens] = []
         while not tokens and self._has_work():
@@ -95,14 +99,14 @@ class InlineCore(Core):
 
     def close(self) -> None:
         """End the engine core and its workers."""
-        import zmq  # of vLLM
-
-        # vLLM leaves the sockets of its executor open if a worker has died, and zmq would wait for them without an end.
-        gc.unfreeze()  # vLLM hides what it has made from the collector; it does this, too, as it closes
-        for one in gc.get_objects():
-            if isinstance(one, zmq.Socket):
-                one.close(linger=0)
-        super().close()
+        try:
+            super().close()
+        finally:  # before 0.32 vLLM leaves these sockets open if a worker has died; zmq would wait for them for ever
+            for link in self._queues:
+                for name in ("local_socket", "remote_socket"):
+                    if (socket := getattr(link, name, None)) is not None:
+                        socket.close(linger=0)
+            self._queues = []
 
     def _has_work(self) -> bool:
         core = self._client.engine_core
