@@ -103,8 +103,8 @@ class Policy:
             np.testing.assert_allclose(response.logprobs, wanted, atol=close)
 
     def _exact_logits(self, prompt_ids: Any, response: Response) -> torch.Tensor:
-        """Return :meth:`logits` of the same weights, computed in float64."""
-        model, self.model = self.model, copy.deepcopy(self.model).double()
+        """Return :meth:`logits` of the same weights, computed in float32."""
+        model, self.model = self.model, copy.deepcopy(self.model).float()
         try:
             return self.logits(prompt_ids, response)
         finally:
