@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: :func:`model_name`, :func:`model_directory`, :func:`pin`."""
+"""Names on the Hugging Face hub: :func:`is_on_hub`, and of models :func:`model_directory` and :func:`pin`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _READ = [f"*.{suffix}" for suffix in ("json", "txt", "model", "tiktoken", "jinja
 _FOLDERS = ["[!a]*/*", "a[!d]*/*"]  # without additional_chat_templates; a star matches slashes, too
 
 
+def is_on_hub(path: Path | str) -> bool:
+    """Return whether ``path`` is the name of a model or a data set on the hub, and no path of a file."""
+    return str(path).startswith(HUB)
+
+
 def model_name(value: str) -> Path | None:
     """Return a model's name on the hub as ``hf:OWNER/NAME``, with ``?revision=…`` or not; None if it is a directory's.
 
@@ -26,7 +31,7 @@ def model_name(value: str) -> Path | None:
     PosixPath('hf:Qwen/Qwen3-0.6B?revision=main')
     >>> model_name("models/qwen/3")
     """
-    if value.startswith(HUB) or (_NAME.fullmatch(value) and not Path(value).exists()):
+    if is_on_hub(value) or (_NAME.fullmatch(value) and not Path(value).exists()):
         return Path(HUB + value.removeprefix(HUB))
     return None
 
@@ -38,7 +43,7 @@ def model_directory(path: Path, *, weights: bool = True) -> Path:
     Blocks while what the hub's cache lacks is downloaded, by one of the processes of a host. Without a network, a
     complete copy in the cache serves. Without ``weights``, the weight files may be missing. Raises ConfigError.
     """
-    if not str(path).startswith(HUB):
+    if not is_on_hub(path):
         return path
     if (match := _NAME.fullmatch(str(path))) is None:
         raise ConfigError(f"{path} names no model", why="it has another form", fix="write OWNER/NAME?revision=REVISION")
@@ -59,6 +64,6 @@ def model_directory(path: Path, *, weights: bool = True) -> Path:
 
 def pin(path: Path) -> Path:
     """Return ``path`` with the commit of its local copy as its revision, if it is a name on the hub."""
-    if not str(path).startswith(HUB):
+    if not is_on_hub(path):
         return path
     return Path(f"{str(path).partition('?')[0]}?revision={model_directory(path).name}")

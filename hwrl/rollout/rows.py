@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 
 from hwrl.errors import DataError, message_of
 from hwrl.files import open_to_read, read_file
-from hwrl.hub import HUB
+from hwrl.hub import HUB, is_on_hub
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """A directory from ``datasets`` has the first file if it is one data set, the second if it has several splits."""
@@ -50,7 +50,7 @@ def digest_rows(path: Path) -> str:
     a name on the hub. Raises OSError for an unreadable file, and DataError for a name that cannot be loaded.
     """
     total = hashlib.sha256()
-    if _is_hub(path):
+    if is_on_hub(path):
         for _, row in _hub_rows(path, None):
             total.update(json.dumps(row, sort_keys=True, default=repr).encode())
         return total.hexdigest()
@@ -67,12 +67,8 @@ def _digest_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_hub(path: Path) -> bool:
-    return str(path).startswith(HUB)
-
-
 def _reader(path: Path, *, key: str) -> Callable[[Path, bytes | None], Iterator[tuple[str, Any]]]:
-    if _is_hub(path):
+    if is_on_hub(path):
         return _hub_rows
     if path.is_dir():
         return _directory_rows

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from hwrl.errors import ConfigError, DataError, InputChangedError
 from hwrl.files import open_to_read
-from hwrl.hub import HUB, model_directory
+from hwrl.hub import is_on_hub, model_directory
 from hwrl.rollout import digest_rows
 from hwrl.run.config import Config
 from hwrl.user_code import function_file
@@ -270,7 +270,7 @@ def _identify(key: str, path: Path) -> InputFile:
 
 def _is_collection(key: str, path: Path) -> bool:
     """Return whether ``key`` is a data set in a directory or on the hub: it is hashed row by row or file by file."""
-    return key.startswith((TRAIN, EVAL)) and (path.is_dir() or str(path).startswith(HUB))
+    return key.startswith((TRAIN, EVAL)) and (path.is_dir() or is_on_hub(path))
 
 
 def _is_same(key: str, path: Path, file: InputFile) -> bool:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from hwrl.errors import did_you_mean
 from hwrl.files import local_path
-from hwrl.hub import HUB, model_name
+from hwrl.hub import is_on_hub, model_name
 
 _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
@@ -110,7 +110,7 @@ def _check_temperature(value: float) -> float:
 
 
 def _make_path_absolute(value: Any) -> Any:
-    return value if isinstance(value, str | Path) and str(value).startswith(HUB) else _make_absolute(value)
+    return value if isinstance(value, str | Path) and is_on_hub(value) else _make_absolute(value)
 
 
 def _make_model_path(value: Any) -> Any:
