@@ -29,6 +29,11 @@ SLEEPS_AFTER_S = 0.2
 """Idle time before an engine sleeps. A sleep and a wake together take about as long."""
 
 
+_STARTS_EVERY = 4
+"""Rounds of the loop between two starts of prompts. An engine's step that also reads prompts takes several times as long
+as one that only generates, so few such steps with many prompts are faster than many with few."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """How a rollouter generates.
@@ -87,6 +92,7 @@ class Rollouter:
         self._spare_places = max(0, self._generator.room() - settings.group_size)  # beside a training group
         self._leases = LeaseQueue(ledger)
         self._report_interval_s, self._report_due_s = report_interval_s, 0.0
+        self._rounds_since_start = 0
         self._has_generated = False  # since the last report of progress
         self._evaluator = Evaluator(
             rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
@@ -150,7 +156,9 @@ class Rollouter:
         if update_waits and (self._settings.partial_rollout or not self._generator.pending()):
             self._update_weights()
             update_waits = False
-        if not update_waits:
+        self._rounds_since_start += 1
+        if not update_waits and (self._rounds_since_start >= _STARTS_EVERY or not self._generator.pending()):
+            self._rounds_since_start = 0
             self._start_prompts()
         generated = self._generate()
         self._hand_in(self._collect_scored())

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hwrl.run.settings import critic_settings as critic_settings
     from hwrl.run.settings import engine_settings as engine_settings
     from hwrl.run.settings import make_ledger as make_ledger
+    from hwrl.run.settings import reference_settings as reference_settings
     from hwrl.run.settings import rollout_settings as rollout_settings
 
 __getattr__, __dir__, __all__ = lazy_face(__name__)

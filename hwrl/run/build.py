@@ -14,8 +14,9 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Group, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
+from hwrl.hub import model_directory
 from hwrl.interfaces import RolloutEngine, TokenLoss, TrainEngine
-from hwrl.models import load_generation_config, vocabulary_size
+from hwrl.models import load_generation_config, load_tokenizer, vocabulary_size
 from hwrl.rollout import (
     HERMES,
     AdapterUpdater,
@@ -46,7 +47,14 @@ from hwrl.run.config import EMBEDDED, FSDP, Config, DataSetConfig
 from hwrl.run.fit import check_replica
 from hwrl.run.identity import ADVANTAGE, CURRICULUM, EVAL, LOSS, REWARD, TEMPLATE, TRAIN, WORKFLOW, RunInputs, data_key
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings, tokenizer_with
+from hwrl.run.settings import (
+    critic_settings,
+    engine_settings,
+    reference_settings,
+    rollout_sampling,
+    rollout_settings,
+    tokenizer_with,
+)
 from hwrl.train import (
     Algorithm,
     CriticEngine,
@@ -338,13 +346,8 @@ def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) 
 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
-    settings, model = config.critic, critic_settings(config).model_directory
-    if vocabulary_size(model) < vocabulary_size(config.model.directory):
-        raise ConfigError(
-            f"the model in {settings.path} cannot be the critic of {config.model.path}",
-            why="its vocabulary is smaller than the policy's, so some tokens of the policy are unknown to it",
-            fix="set critic.path to a model with the same tokenizer, or to null",
-        )
+    settings = config.critic
+    _require_vocabulary(config, "critic.path")
     return CriticEngine(
         critic_settings(config),
         backend=get_backend(),
@@ -356,11 +359,29 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
     )
 
 
+def _require_vocabulary(config: Config, key: str) -> None:
+    """Raise ConfigError if ``key`` names a model that does not have the policy's tokens, under the same numbers."""
+    path, policy = config.models.get(key), config.model.directory
+    if path is None:
+        return
+    model = model_directory(path)
+    why = ""
+    if vocabulary_size(model) < vocabulary_size(policy):
+        why = "its vocabulary is smaller than the policy's, so some tokens of the policy are unknown to it"
+    elif any(model.glob("tokenizer*")) and load_tokenizer(model).get_vocab() != load_tokenizer(policy).get_vocab():
+        why = "its tokenizer has other tokens, so the policy's numbers would mean other texts"
+    if why:
+        fix = f"set {key} to a model with the same tokenizer, or to null"
+        raise ConfigError(f"the model in {path} cannot be used beside {config.model.path}", why=why, fix=fix)
+
+
 def _build_policy(config: Config, group: Group | None, *, needs_reference: bool) -> TrainEngine:
     settings = engine_settings(config)
     if config.train.engine == FSDP:
-        needs_copy = needs_reference and settings.lora is None  # with an adapter, its base is the reference
-        reference = ReferenceModel(settings, backend=get_backend(), group=group) if needs_copy else None
+        reference = None
+        if needs_reference and (settings.lora is None or config.algorithm.reference is not None):  # else it is the base
+            _require_vocabulary(config, "algorithm.reference")
+            reference = ReferenceModel(reference_settings(config), backend=get_backend(), group=group)
         return FsdpEngine(settings, backend=get_backend(), group=group, reference=reference)
     engine: TrainEngine = load_train_engine(config)(
         settings=settings, options=config.train.engine_options, backend=get_backend(), group=group

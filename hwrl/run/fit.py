@@ -10,7 +10,7 @@ from hwrl.interfaces import Backend, Capability, EngineSettings, MemoryCause, Ro
 from hwrl.rollout import embedded_memory
 from hwrl.run.cluster.placement import has_devices
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.settings import critic_settings, engine_settings, rollout_settings
+from hwrl.run.settings import critic_settings, engine_settings, reference_settings, rollout_settings
 from hwrl.train import add_in_turns, certain_fsdp_memory, reference_memory
 
 
@@ -103,7 +103,7 @@ def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
     ranks, settings = config.train.ranks, engine_settings(config)
     causes = list(certain_fsdp_memory(settings, ranks=ranks))
     if config.has_reference_copy:
-        causes = add_in_turns(causes, reference_memory(settings, ranks=ranks)[:1], name="reference")
+        causes = add_in_turns(causes, reference_memory(reference_settings(config), ranks=ranks)[:1], name="reference")
     if config.algorithm.has_critic:
         critic = certain_fsdp_memory(critic_settings(config), ranks=ranks, critic=True)
         causes += [cause for cause in add_in_turns([], critic, name="critic") if cause.certain]

@@ -38,7 +38,7 @@ from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
-CURRICULUM, ORDER, CRITIC = "data.curriculum", "data.order", "critic.path"
+CURRICULUM, ORDER, REFERENCE = "data.curriculum", "data.order", "algorithm.reference"
 LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
 TEMPLATE = "data.chat_template"
 MODEL_CONFIG = f"{MODEL}/config.json"
@@ -54,6 +54,8 @@ _FUNCTIONS: dict[str, Role] = {
 }
 """The configuration keys that name users' functions, each with the kind of process that calls the function."""
 
+_OF_TRAINER = ("critic.path", REFERENCE)
+"""The models that only trainers read."""
 _WEIGHTS = (".safetensors", ".bin")
 LARGE_NBYTES = 32 << 20
 """A process may accept a larger file without hashing it, if its inode, size and change times are the driver's."""
@@ -166,8 +168,8 @@ class RunInputs:
             ),
             (
                 self._is_of_reference,
-                f"the weights in {model} are not those of the checkpoint's reference model",
-                "the reference is the model with which the run started",
+                "the weights of the reference model are not those of the checkpoint's",
+                "the reference never changes in a run",
             ),
         ]
         for concerns, what, why in rules:
@@ -183,7 +185,8 @@ class RunInputs:
         ]
 
     def _is_of_reference(self, key: str) -> bool:
-        return self.config.has_reference_copy and key.startswith(MODEL) and key.endswith(_WEIGHTS)
+        model = MODEL if self.config.algorithm.reference is None else REFERENCE
+        return self.config.has_reference_copy and key.startswith(model) and key.endswith(_WEIGHTS)
 
 
 def identify_inputs(config: Config) -> RunInputs:
@@ -214,10 +217,8 @@ def _find_files(config: Config) -> dict[str, Path]:
             paths[key] = path
     files = {key: Path(target.rpartition(":")[0]) for key, target in config.rollout.workflow_functions.items()}
     paths |= {key: path for key, path in files.items() if path.is_file()}
-    models = {MODEL: config.model.directory}
-    if config.algorithm.has_critic and config.critic.path is not None:
-        models[CRITIC] = model_directory(config.critic.path)
-    for key, model in models.items():
+    for key, named in config.models.items():
+        model = model_directory(named)
         for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
             if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
                 paths[f"{key}/{path.relative_to(model).as_posix()}"] = path
@@ -257,8 +258,8 @@ def _reads(role: Role, key: str) -> bool:
     if key.startswith(f"{WORKFLOW}_options"):
         return role == "rollout"
     if role == "trainer":
-        return key.startswith((TRAIN, MODEL, CRITIC))
-    return not key.startswith((TRAIN, EVAL, CRITIC)) and not key.endswith(_WEIGHTS)
+        return key.startswith((TRAIN, MODEL, *_OF_TRAINER))
+    return not key.startswith((TRAIN, EVAL, *_OF_TRAINER)) and not key.endswith(_WEIGHTS)
 
 
 def _identify(key: str, path: Path) -> InputFile:

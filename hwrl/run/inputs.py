@@ -13,6 +13,7 @@ from typing import Any
 
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
+from hwrl.hub import model_directory
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
@@ -33,7 +34,8 @@ def check_inputs(config: Config) -> None:
     Users' code runs for the first time in a child process. Loading a plugin runs its module. A plugin's
     ``hwrl_check_engine`` may raise as well, unless the run joins a cluster (``RAY_ADDRESS``).
     """
-    _check_model(config)
+    for key, path in config.models.items():
+        _check_model(key, model_directory(path))
     _check_template(config.data.chat_template_file)
     columns = try_in_child(_use_functions, config, limit_s=min(LIMIT_S, config.timeouts.start_s))
     for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
@@ -127,13 +129,12 @@ def _check_engine(name: str, asked_by: str, options: Mapping[str, Any]) -> None:
         load_hook(name, "hwrl_check_engine", asked_by=asked_by, optional=True)(asked_by=asked_by, options=options)
 
 
-def _check_model(config: Config) -> None:
-    path = config.model.directory
+def _check_model(key: str, path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"there is no model in {path}",
-            why=f"model.path names it, and {'it has no config.json' if path.is_dir() else 'it is not a directory'}",
-            fix="set model.path to a directory written by save_pretrained of a transformers model, or to OWNER/NAME of "
+            why=f"{key} names it, and {'it has no config.json' if path.is_dir() else 'it is not a directory'}",
+            fix=f"set {key} to a directory written by save_pretrained of a transformers model, or to OWNER/NAME of "
             "a model on the hub",
         )
     damaged = {file.name: why for file in sorted(path.glob("*.safetensors")) if (why := _damage(file))}

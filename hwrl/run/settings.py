@@ -47,6 +47,12 @@ def critic_settings(config: Config) -> EngineSettings:
     )
 
 
+def reference_settings(config: Config) -> EngineSettings:
+    """Return the settings of the reference model: those of the policy, without its adapter."""
+    model = model_directory(config.algorithm.reference or config.model.path)
+    return replace(engine_settings(config), model_directory=model, lora=None)
+
+
 def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
     """Return the settings of a replica's rollout engine."""
     return RolloutSettings(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
-LossName = Literal["ppo_clip", "tis", "decoupled", "gspo", "cispo"]
+LossName = Literal["ppo_clip", "tis", "decoupled", "gspo", "cispo", "distill"]
 CLIPPED_LOSSES = ("ppo_clip", "gspo", "cispo")
 """The losses that clip the ratio of the trained to the rollout policy."""
-WEIGHTED_LOSSES = ("tis", "decoupled")
+WEIGHTED_LOSSES = ("tis", "decoupled", "distill")
 """The losses with truncated importance weights, of tokens or of rows."""
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; ``seq`` means a row."""

@@ -220,13 +220,13 @@ class FsdpEngine(PolicyEngine):
         return metrics
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        if self.settings.lora is not None:
-            with without_adapter(self.compute_model):
-                return self.logprobs(batch)
-        if self._reference is None:
+        if self._reference is not None:
+            with self._reference.on_device(optimizer=False):
+                return self._reference.logprobs(batch)
+        if self.settings.lora is None:
             return super().reference_logprobs(batch)
-        with self._reference.on_device(optimizer=False):
-            return self._reference.logprobs(batch)
+        with without_adapter(self.compute_model):
+            return self.logprobs(batch)
 
     def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
         return super()._passes(plan if self.sharded is None else self.sharded.passes(plan))

@@ -23,9 +23,12 @@ class PolicyLoss:
     sampling). ``decoupled``: the clipped surrogate on the ratio to the *proximal* policy, weighted by the truncated
     ratio of proximal to behaviour (AReaL, arXiv:2505.24298 §5.2). ``gspo``: the clipped surrogate on the geometric mean
     of a row's ratios to the behaviour policy (GSPO, arXiv:2507.18071 §4; its token form, §4.3). ``cispo``: the policy
-    gradient weighted by the clipped ratio to the behaviour policy (CISPO, arXiv:2506.13585 §3.1).
+    gradient weighted by the clipped ratio to the behaviour policy (CISPO, arXiv:2506.13585 §3.1). ``distill``: as
+    ``tis``, with log reference - log policy in place of the advantages: the policy gradient of the reverse divergence
+    from a teacher, the reference, on the policy's own samples (GKD, arXiv:2306.13649 §3.1; MiniLLM, arXiv:2306.08543
+    §2.2, with each token's own term only).
 
-    The weights of ``tis`` and ``decoupled`` are ratios of tokens, or with ``is_level`` "sequence" of whole rows.
+    Weights (``tis``, ``decoupled``, ``distill``) are ratios of tokens, or with ``is_level`` "sequence" of whole rows.
     """
 
     name: LossName = "ppo_clip"
@@ -33,8 +36,12 @@ class PolicyLoss:
     clip_high: float = 0.28
     is_threshold: float = 2.0
     is_level: ImportanceLevel = "token"
-    needs_reference: ClassVar[bool] = False
     needs_entropy_gradient: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen policy's log-probabilities must be computed: a teacher's."""
+        return self.name == "distill"
 
     @property
     def token_local(self) -> bool:
@@ -54,6 +61,7 @@ class PolicyLoss:
             "decoupled": self._decoupled,
             "gspo": self._gspo,
             "cispo": self._cispo,
+            "distill": self._distill,
         }
         return compute[self.name](inputs)
 
@@ -83,6 +91,13 @@ class PolicyLoss:
         ratio = (inputs.logprobs.detach() - inputs.behaviour).exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight * inputs.advantages * inputs.logprobs, {"is_weight": weight, "clipped": weight != ratio}
+
+    def _distill(self, inputs: LossInputs) -> LossResult:
+        assert inputs.reference is not None, "a distillation needs the teacher's log-probabilities"
+        weight, truncated = self._importance(inputs, inputs.logprobs.detach())
+        divergence = inputs.logprobs.detach() - inputs.reference
+        metrics = {"is_weight": weight, "clipped": truncated, "reverse_kl": divergence}
+        return weight * divergence * inputs.logprobs, metrics
 
     def _importance(self, inputs: LossInputs, newer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the truncated ratio of ``newer`` to the behaviour policy, and where it was truncated."""

@@ -20,6 +20,7 @@ _TAKEN = frozenset(
         "entropy",
         "mismatch_kl",
         "kl",
+        "reverse_kl",
         "rejected",
         "grad_norm",
         "learning_rate",

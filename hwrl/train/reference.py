@@ -1,4 +1,4 @@
-"""The frozen starting model, for the divergence of the policy from it: :class:`ReferenceModel`."""
+"""A frozen model, for the divergence of the policy from it: :class:`ReferenceModel`."""
 
 from __future__ import annotations
 

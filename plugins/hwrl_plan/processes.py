@@ -21,6 +21,7 @@ from hwrl.run import (
     critic_settings,
     engine_settings,
     plugin_memory,
+    reference_settings,
     rollout_settings,
 )
 from hwrl.saved_names import saved_weights
@@ -98,7 +99,7 @@ def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) 
     kept = CONTEXT_NBYTES + phase_nbytes(critic, "idle")
     causes = list(fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=kept))
     if config.has_reference_copy:
-        causes = add_in_turns(causes, reference_memory(settings, ranks=ranks), name="reference")
+        causes = add_in_turns(causes, reference_memory(reference_settings(config), ranks=ranks), name="reference")
     return add_in_turns(causes, critic, name="critic")
 
 

@@ -132,24 +132,38 @@ def test_a_change_while_the_parts_are_built_is_found_and_is_the_error(config: Co
         raise ValueError("what half a file leads to")
 
 
-def test_a_critics_own_model_is_an_input_of_the_trainer_alone(config: Config, tmp_path: Path) -> None:
-    shutil.copytree(config.model.path, tmp_path / "critic")
-    changes = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(tmp_path / "critic")}}
-    with_critic = parse_config(config.model_dump(mode="json") | changes)
-    inputs = identify_inputs(with_critic)
-    assert identify_inputs(with_critic).compare_with_checkpoint({"inputs": inputs.digests()}) == []
-    add_line(tmp_path / "critic" / "model.safetensors")
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("critic.path", {"algorithm": {"advantage": "gae"}}),
+        ("algorithm.reference", {"algorithm": {"loss": "distill"}}),
+    ],
+)
+def test_a_trainers_further_model_is_an_input_of_the_trainer_alone(
+    config: Config, tmp_path: Path, key: str, others: dict[str, dict[str, str]]
+) -> None:
+    shutil.copytree(config.model.path, tmp_path / "further")
+    section, name = key.split(".")
+    changes = {**others, section: {**others.get(section, {}), name: str(tmp_path / "further")}}
+    with_model = parse_config(config.model_dump(mode="json") | changes)
+    inputs = identify_inputs(with_model)
+    saved = {"inputs": inputs.digests()}
+    assert identify_inputs(with_model).compare_with_checkpoint(saved) == []
+    add_line(tmp_path / "further" / "model.safetensors")
     with inputs.unchanged("rollout"):
         pass
-    with pytest.raises(InputChangedError, match=r"critic.path/model.safetensors"), inputs.unchanged("trainer"):
+    with pytest.raises(InputChangedError, match=f"{key}/model.safetensors"), inputs.unchanged("trainer"):
         pass
+    if key == "algorithm.reference":
+        with pytest.raises(ConfigError, match="the weights of the reference model are not"):
+            identify_inputs(with_model).compare_with_checkpoint(saved)
 
 
 def test_a_resume_keeps_the_weights_of_its_reference(config: Config) -> None:
     extra = {"inputs": identify_inputs(config).digests()}
     spoil_the_weights(config)
     near = parse_config(config.model_dump(mode="json") | {"algorithm": {"kl_coeff": 0.1}})
-    with pytest.raises(ConfigError, match="are not those of the checkpoint's reference"):
+    with pytest.raises(ConfigError, match="the weights of the reference model are not"):
         identify_inputs(near).compare_with_checkpoint(extra)
 
 

@@ -59,6 +59,11 @@ def cispo(rows: Rows, logprobs: Doubles, fixed: Doubles) -> Doubles:
     return -weight * rows.columns["advantages"] * logprobs
 
 
+def distill(rows: Rows, logprobs: Doubles, fixed: Doubles) -> Doubles:
+    weight = np.minimum(np.exp(fixed - rows.columns["behaviour"]), LIMIT)
+    return -weight * (rows.columns["reference"] - fixed) * logprobs
+
+
 def gspo(rows: Rows, logprobs: Doubles, _: Doubles) -> Doubles:
     """GSPO eq. 5 and 7: each token has its sequence's loss; the gradient of their sum is |y| times the sequence's."""
     logs = rows.of_rows(logprobs - rows.columns["behaviour"])
@@ -87,6 +92,7 @@ def difference_quotients(formula: Formula, rows: Rows) -> Doubles:
         (PolicyLoss("decoupled", is_threshold=LIMIT, is_level="sequence"), sequence_decoupled),
         (PolicyLoss("cispo"), cispo),
         (PolicyLoss("gspo"), gspo),
+        (PolicyLoss("distill", is_threshold=LIMIT), distill),
     ],
 )
 def test_a_loss_and_its_gradient_are_those_of_the_formula(loss: PolicyLoss, formula: Formula, seed: int) -> None:
@@ -95,7 +101,8 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(loss: PolicyLoss, form
     at = rows.columns["logprobs"]
     np.testing.assert_allclose(per_token, formula(rows, at, at), rtol=1e-9)
     np.testing.assert_allclose(gradient, difference_quotients(formula, rows), rtol=1e-5, atol=1e-8)
-    assert {"is_weight", "clipped"} == set(metrics) and not metrics["is_weight"].requires_grad
+    assert {"is_weight", "clipped"} == set(metrics) - {"reverse_kl"}
+    assert not any(metric.requires_grad for metric in metrics.values())
 
 
 def test_gspo_by_hand() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,25 @@ def test_an_offloaded_reference_is_on_the_device_only_between_uses(model_directo
 def test_an_engine_without_a_reference_says_so(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="FsdpEngine has no reference model"):
         engine_on(model_directory, None).reference_logprobs(batch_of(groups_of(1, seed=0)))
+
+
+def test_a_distilled_policy_nears_its_teacher_without_any_advantage(model_directory: Path, tmp_path: Path) -> None:
+    teacher = engine_on(model_directory, None)
+    batch = batch_of(groups_of(5, seed=0))
+    for _ in range(3):
+        teacher.train_batch(batch, loss=PolicyLoss())
+    shutil.copytree(model_directory, tmp_path / "teacher")
+    teacher.export(tmp_path / "teacher")
+    reference = ReferenceModel(settings_on(tmp_path / "teacher"), backend=hwrl.get_backend(), group=None)
+    student = FsdpEngine(settings_on(model_directory), backend=hwrl.get_backend(), group=None, reference=reference)
+    of_teacher = student.reference_logprobs(batch)
+    taught = replace(batch, reference_logprobs=of_teacher, advantages=batch.advantages * 0)
+    assert_near(of_teacher, teacher.logprobs(batch))
+
+    def gap() -> float:
+        return float((student.logprobs(batch) - of_teacher).abs().sum())
+
+    before = gap()
+    for _ in range(8):
+        student.train_batch(taught, loss=PolicyLoss("distill", is_threshold=1e9))
+    assert gap() < before / 2

@@ -167,6 +167,18 @@ def test_a_save_between_two_steps_is_no_waiting(model_directory: Path) -> None:
     assert metrics["timing_s/wait"] < saving_s / 2
 
 
+def test_samples_of_another_distribution_are_told_of_once(
+    model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(model_directory)
+    trainer.step([group_of(version=0)])
+    assert not caplog.messages
+    for _ in range(2):
+        trainer.step([group_of(version=0, logprob=-5.0)])
+    (message,) = caplog.messages
+    assert message.startswith("step 2: the rollout engine samples from another distribution")
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["ppo_clip", "tis", "decoupled"])
 def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossName, offload: bool) -> None:

@@ -209,8 +209,14 @@ class Config(Section):
                 f"the section critic has settings, but algorithm.advantage={self.algorithm.advantage} uses no critic; "
                 "also set algorithm.advantage=gae"
             )
-        if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
-            key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
+        if self.algorithm.reference is not None and not self._uses_reference and ":" not in self.algorithm.loss:
+            raise ValueError(
+                f"algorithm.reference={self.algorithm.reference} has no effect; also set algorithm.kl_coeff, "
+                "critic.kl_coeff or algorithm.loss=distill"
+            )
+        if self.train.engine != FSDP and (self.algorithm.has_critic or self._uses_reference):
+            key = f"kl_coeff={self.algorithm.kl_coeff:g}" if self.algorithm.kl_coeff else "loss=distill"
+            key = "advantage=gae" if self.algorithm.has_critic else key
             missing = "critic" if self.algorithm.has_critic else "reference model"
             raise ValueError(
                 f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} does not support a {missing}"
@@ -224,9 +230,21 @@ class Config(Section):
 
     def with_models(self, change: Callable[[Path], Path]) -> Config:
         """Return the configuration with ``change(path)`` in place of each path of a model."""
-        critic = self.critic.path and change(self.critic.path)
-        model = self.model.model_copy(update={"path": change(self.model.path)})
-        return self.model_copy(update={"model": model, "critic": self.critic.model_copy(update={"path": critic})})
+        sections = {}
+        for key, path in self.models.items():
+            section, name = key.split(".")
+            sections[section] = getattr(self, section).model_copy(update={name: change(path)})
+        return self.model_copy(update=sections)
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """The paths of the models that the run uses, by their keys."""
+        models = {"model.path": self.model.path}
+        if self.algorithm.has_critic and self.critic.path is not None:
+            models["critic.path"] = self.critic.path
+        if self.algorithm.reference is not None:
+            models["algorithm.reference"] = self.algorithm.reference
+        return models
 
     @property
     def max_model_len(self) -> int:
@@ -235,9 +253,13 @@ class Config(Section):
 
     @property
     def has_reference_copy(self) -> bool:
-        """Whether the trainer keeps a frozen copy of the model as the reference. With LoRA, the base serves as one."""
-        used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coeff != 0)
-        return used and self.model.lora is None
+        """Whether the trainer keeps a frozen model as the reference. With LoRA, the base serves as one by default."""
+        return self._uses_reference and (self.model.lora is None or self.algorithm.reference is not None)
+
+    @property
+    def _uses_reference(self) -> bool:
+        by_loss = self.algorithm.kl_coeff != 0 or self.algorithm.loss == "distill"
+        return by_loss or (self.algorithm.has_critic and self.critic.kl_coeff != 0)
 
     @property
     def groups_per_version(self) -> int:

@@ -252,13 +252,15 @@ class AlgorithmConfig(Section):
     )
     """A built-in one: ``grpo``, ``dr_grpo``, ``rloo``, …; ``gae`` with a [critic](#critic); or your function."""
     loss: Annotated[Function, AfterValidator(built_in_or_function(get_args(LossName), _NO_LOSSES))] = "ppo_clip"
-    """A built-in one: ``ppo_clip``, ``tis``, ``decoupled``, ``gspo``, ``cispo``; or your function."""
+    """A built-in one: ``ppo_clip``, ``tis``, ``decoupled``, ``gspo``, ``cispo``, ``distill``; or your function."""
+    reference: ModelPath | None = None
+    """The [reference](algorithms.md#a-reference-model), a directory or a name on the hub; null: the starting model."""
     clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
     """Lower clip range: a ratio below 1 - ``clip_ratio_low`` is clipped."""
     clip_ratio_high: PositiveReal = 0.28
     """Upper clip range: a ratio above 1 + ``clip_ratio_high`` is clipped."""
     rollout_is: ImportanceLevel = "token"
-    """Importance weights of off-policy tokens (``tis``, ``decoupled``): one per ``token``, or per ``sequence``."""
+    """Importance weights (``tis``, ``decoupled``, ``distill``): one per ``token``, or one per ``sequence``."""
     rollout_is_threshold: PositiveReal = 2.0
     """Importance weights are truncated to this value."""
     rollout_rs: RejectionMode | None = None
@@ -272,7 +274,7 @@ class AlgorithmConfig(Section):
     loss_scale_factor: PositiveReal | None = None
     """Divisor for ``seq-mean-token-sum-norm``; null: ``rollout.max_new_tokens``."""
     kl_coeff: NotNegativeReal = 0.0
-    """KL loss coefficient, for the divergence from the starting model; 0: no reference model is kept."""
+    """KL loss coefficient, for the divergence from the reference model; 0: none is kept for it."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL divergence: ``k1``, ``k2`` or ``k3``."""
     entropy_coeff: NotNegativeReal = 0.0
@@ -297,6 +299,8 @@ class AlgorithmConfig(Section):
         if self.rollout_is != "token" and self.loss not in WEIGHTED_LOSSES:
             losses = " or ".join(WEIGHTED_LOSSES)
             raise ValueError(f"rollout_is={self.rollout_is} is for loss={losses}, not for {self.loss}")
+        if self.loss == "distill" and self.reference is None:
+            raise ValueError("loss=distill needs a teacher: set algorithm.reference to a model with the same tokenizer")
         if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
             raise ValueError(
                 f"loss_scale_factor is for loss_agg_mode=seq-mean-token-sum-norm, not {self.loss_agg_mode}"
@@ -317,8 +321,11 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_responses(self) -> bool:
-        """Whether an advantage compares the responses to a prompt. Taken as False for a user's function."""
-        return ":" not in self.advantage and self.advantage not in _WITHOUT_BASELINE
+        """Whether an advantage compares the responses to a prompt. Taken as False for a user's function.
+
+        A distillation uses no advantage.
+        """
+        return self.loss != "distill" and ":" not in self.advantage and self.advantage not in _WITHOUT_BASELINE
 
     @property
     def has_critic(self) -> bool:

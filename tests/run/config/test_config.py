@@ -54,6 +54,8 @@ FITTING = [
     ["train.engine=other", "train.engine_options.tensor_parallel=2"],
     ["train.steps=5", "train.profile_steps=[2,5]"],
     ["rollout.n=1", "algorithm.advantage=gae", "critic.kl_coeff=0.1"],
+    ["rollout.n=1", "algorithm.loss=distill", "algorithm.reference=teacher", "model.lora_rank=8"],
+    ["algorithm.loss=losses.py:mine", "algorithm.reference=teacher"],
     ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"],
     ["rollout.n=1", "algorithm.advantage=advantages.py:of_batch"],
 ]
@@ -61,7 +63,8 @@ FITTING = [
 
 @pytest.mark.parametrize("words", FITTING, ids=" ".join)
 def test_settings_that_fit_together_are_accepted(tmp_path: Path, words: list[str]) -> None:
-    assert load(tmp_path, *words).has_reference_copy == ("critic.kl_coeff=0.1" in words)
+    needs_one = {"critic.kl_coeff=0.1", "algorithm.loss=distill"} & {*words}
+    assert load(tmp_path, *words).has_reference_copy == bool(needs_one)
 
 
 REFUSED = {
@@ -97,6 +100,9 @@ REFUSED = {
     "critic.lam=0.9": "critic has settings, but algorithm.advantage=grpo uses no critic",
     "algorithm.advantage=gae train.engine=megatron": "algorithm.advantage=gae needs train.engine=fsdp",
     "algorithm.kl_coeff=0.1 train.engine=megatron": "megatron does not support a reference model",
+    "algorithm.loss=distill": r"loss=distill needs a teacher: set algorithm\.reference",
+    "algorithm.loss=distill algorithm.reference=teacher train.engine=megatron": "megatron does not support a reference",
+    "algorithm.reference=teacher": r"reference=\S+teacher has no effect; also set algorithm\.kl_coeff",
     "algorithm.advantage=gae rollout.n=1 algorithm.filter_groups=true": (
         "algorithm.filter_groups=true would filter every prompt"
     ),
@@ -176,6 +182,7 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
     [
         ("model.path=/nowhere", "no model in /nowhere(.|\n)*not a directory"),
         ("model.path={tmp_path}", "no model in(.|\n)*config.json"),
+        ("algorithm.kl_coeff=0.1 algorithm.reference={tmp_path}", r"no model in(.|\n)*algorithm\.reference names it"),
         ("data.train=/none.jsonl", "no file /none.jsonl(.|\n)*data.train names it"),
         ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
         ("data.train={tmp_path}/mine.py", "unknown kind"),
@@ -190,7 +197,7 @@ def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, me
     path = write_config(tmp_path, runnable(tmp_path))
     check_inputs(load_config(path))
     with pytest.raises(HwrlError, match=message):
-        check_inputs(load_config(path, [word.format(tmp_path=tmp_path)]))
+        check_inputs(load_config(path, word.format(tmp_path=tmp_path).split()))
 
 
 INDEX = "model.safetensors.index.json"
