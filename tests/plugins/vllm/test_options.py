@@ -105,6 +105,13 @@ def test_the_engine_core_is_hwrls_own_option_and_not_vllms() -> None:
         arguments({"engine_core": "thread"})
 
 
+@pytest.mark.parametrize("mode", ["FULL", "full", 2])
+def test_graphs_of_steps_that_also_read_prompts_are_refused(mode: object) -> None:
+    with pytest.raises(ConfigError, match=r"cudagraph_mode=FULL cannot be used(.|\n)*FULL_DECODE_ONLY"):
+        arguments({"compilation_config": {"mode": 0, "cudagraph_mode": mode}})
+    arguments({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}})
+
+
 @pytest.mark.parametrize(
     ("message", "places"),
     [
