@@ -28,7 +28,7 @@ SETTINGS = RolloutSettings(
 
 
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
-    known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill"]
+    known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill", "compilation_config"]
     return engine_arguments(SETTINGS, options, known=known)
 
 
