@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from hwrl.cli import main
 from hwrl.run.config import load_config
@@ -215,9 +216,8 @@ def test_a_real_model_takes_two_steps_on_the_cpu(real: Path) -> None:
         assert sample["prompt"].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
         assert sample["prompt"].endswith("=<|im_end|>\n<|im_start|>assistant\n")
         assert sample["truncated"] or sample["segments"][-1]["text"].endswith("<|im_end|>")
-    assert (real / "run/model/model.safetensors").stat().st_size == (
-        real / "model/model.safetensors"
-    ).stat().st_size * 2
+    tokens = AutoTokenizer.from_pretrained(real / "run/model").encode("12 + 3")
+    assert tokens == [33, 34, 1232, 216, 35]  # "1", "2", " +", " ", "3", as in the hub's tokenizer
 
 
 @pytest.mark.extended  # likewise
