@@ -198,7 +198,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.extended  # downloads 93 MB, and computes with 135 million parameters
-@pytest.mark.long(200)
+@pytest.mark.long(60)
 def test_a_real_model_takes_two_steps_on_the_cpu(real: Path) -> None:
     sizes = ["train.steps=2", "train.batch_groups=2", "rollout.n=2", "rollout.max_new_tokens=32", "eval.prompts=4"]
     moves = "algorithm.entropy_coeff=0.01"  # also where no response of the few earns a reward
@@ -221,7 +221,7 @@ def test_a_real_model_takes_two_steps_on_the_cpu(real: Path) -> None:
 
 
 @pytest.mark.extended  # likewise
-@pytest.mark.long(120)
+@pytest.mark.long(60)
 def test_a_real_model_makes_a_cold_start(real: Path, tmp_path: Path) -> None:
     """With the instruct model, as PyPI has no base model: the script is the same."""
     command.write("cold-start", tmp_path)
