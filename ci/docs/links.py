@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 REPO = Path(__file__).parents[2]
-_OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)[^)\s]*\)")
+_ABOVE = re.compile(r"\]\((\.\./[^)#\s]+)[^)\s]*\)")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -20,10 +21,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     from mkdocs.structure.files import File
 
     def to_copy(link: re.Match[str]) -> str:
-        name = link[1]
+        folder = (REPO / "docs" / page.file.src_uri).parent
+        name = os.path.relpath(folder / link[1], REPO)
+        if name.startswith("docs/"):
+            return link[0]
         copy = f"source/{name}.txt"
         if files.get_file_from_path(copy) is None:
             files.append(File.generated(config, copy, content=(REPO / name).read_text(encoding="utf-8")))
-        return f"]({copy})"
+        return f"]({os.path.relpath(REPO / 'docs' / copy, folder)})"
 
-    return _OUTSIDE.sub(to_copy, markdown)
+    return _ABOVE.sub(to_copy, markdown)

@@ -11,9 +11,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 PAGES = sorted(
-    path
-    for pattern in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "plugins/README.md", "ci/*/README.md")
-    for path in REPO.glob(pattern)
+    path for pattern in ("*.md", "docs/**/*.md", "plugins/README.md", "ci/*/README.md") for path in REPO.glob(pattern)
 )
 WIDTH = 120
 

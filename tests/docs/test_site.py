@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("material") is None, reason="mkdocs-material is not installed: run make test-stack-docs"
 )
 REPO = Path(__file__).parents[2]
-PAGES = sorted(page.stem for page in REPO.glob("docs/*.md"))
+PAGES = sorted(str(page.relative_to(REPO / "docs").with_suffix("")) for page in REPO.glob("docs/**/*.md"))
 WIDTHS = {"desktop": 1300, "phone": 390}
 
 

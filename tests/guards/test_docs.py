@@ -16,6 +16,7 @@ from hwrl.discovery.loading import MANDATORY_HOOKS
 from hwrl.errors import HwrlError
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = list(DOCS.rglob("*.md"))
 HOOKS = [function for name, function in vars(hookspecs).items() if name.startswith("hwrl_")]
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HwrlError)]
 
@@ -27,14 +28,14 @@ def sections(page: str) -> dict[str, str]:
 
 
 def test_no_page_has_the_marks_of_a_merge() -> None:
-    marked = [page.name for page in DOCS.glob("*.md") if re.search("^(<{7}|={7}|>{7})", page.read_text(), re.MULTILINE)]
+    marked = [page.name for page in PAGES if re.search("^(<{7}|={7}|>{7})", page.read_text(), re.MULTILINE)]
     assert marked == []
 
 
 def test_the_navigation_of_the_site_names_each_page_once() -> None:
     """Also where mkdocs, whose strict build would say it, is not installed."""
     navigation = (DOCS.parent / "ci/docs/mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert sorted(re.findall(r"[\w/]+\.md", navigation)) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted(re.findall(r"[\w/-]+\.md", navigation)) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
 
 
 def test_a_warning_fails_the_build_of_the_site() -> None:

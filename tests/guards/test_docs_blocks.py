@@ -27,7 +27,8 @@ from hwrl.cli.commands import Commands
 from hwrl.run.config import load_config
 
 REPO = Path(__file__).parents[2]
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "plugins/README.md", *sorted(REPO.glob("docs/*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "plugins/README.md", *sorted(REPO.glob("docs/**/*.md"))]
+RECIPES = REPO / "plugins/hwrl_recipes/recipes"
 LEAST = {"dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": {"function": "m:f"}}
 RUN_BY: dict[str, tuple[int, str]] = {
     "README.md": (1, "guards/test_docs_examples.py"),
@@ -223,7 +224,8 @@ def check_command(words: list[str], tmp_path: Path) -> None:
     elif program.split("/")[-1] == "python" and rest[0] == "-m":
         assert not rest[1].startswith(("hwrl", "tests")) or find_spec(rest[1]), f"there is no module {rest[1]}"
     elif program.split("/")[-1] == "python" or program.startswith("ci/"):
-        assert (REPO / (rest[0] if "python" in program else program)).is_file(), words
+        file = rest[0] if "python" in program else program
+        assert any((folder / file).is_file() for folder in (REPO, RECIPES)), words
 
 
 @every_page
