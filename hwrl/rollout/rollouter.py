@@ -29,11 +29,6 @@ SLEEPS_AFTER_S = 0.2
 """Idle time before an engine sleeps. A sleep and a wake together take about as long."""
 
 
-_STARTS_EVERY = 4
-"""Rounds of the loop between two starts of prompts. An engine's step that also reads prompts takes several times as long
-as one that only generates, so few such steps with many prompts are faster than many with few."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """How a rollouter generates.
@@ -42,6 +37,8 @@ class LoopSettings:
     weights between two tokens, and unfinished responses continue with them. Without it, a waiting update keeps new
     prompts from starting, and is taken when the running ones are finished. With ``sleep_level`` the engine sleeps while
     it is idle (:meth:`~hwrl.interfaces.rollout.RolloutEngine.sleep`); with None it never does.
+    Prompts start in every ``starts_every``-th round of the loop: a step of the engine that also reads prompts takes
+    several times as long as one that only generates, so few such steps are faster than many with few prompts each.
     Evaluations have ``eval_temperature`` (0: greedy) and ``eval_samples`` responses to each prompt. Beside training
     prompts they use the share ``eval_share`` of the places for samples, at least one, and leave a group's places to
     training. With ``skips_failures`` an evaluation leaves out the prompts that cannot be scored; otherwise it fails.
@@ -52,6 +49,7 @@ class LoopSettings:
 
     sampling: Sampling
     group_size: int
+    starts_every: int = 4
     eval_temperature: float = 0.0
     eval_samples: int = 1
     eval_share: float = 0.25
@@ -157,7 +155,9 @@ class Rollouter:
             self._update_weights()
             update_waits = False
         self._rounds_since_start += 1
-        if not update_waits and (self._rounds_since_start >= _STARTS_EVERY or not self._generator.pending()):
+        if not update_waits and (
+            self._rounds_since_start >= self._settings.starts_every or not self._generator.pending()
+        ):
             self._rounds_since_start = 0
             self._start_prompts()
         generated = self._generate()

@@ -73,7 +73,8 @@ def _reader(path: Path, *, key: str) -> Callable[[Path, bytes | None], Iterator[
     if path.is_dir():
         return _directory_rows
     if not path.is_file():
-        raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
+        fix = f"correct the path, or write {HUB}NAME?split=SPLIT for a data set on the hub"
+        raise DataError(f"there is no file {path}", why=f"{key} names it", fix=fix)
     if path.suffix not in _READERS:
         raise DataError(
             f"{path} is of an unknown kind",

@@ -7,6 +7,7 @@ commands that run it.
 from __future__ import annotations
 
 import argparse
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
         for name in names():
             print(f"{name:<12} {_head(name)[0]}")
     else:
-        write(args.name, Path(args.name) if args.directory is None else args.directory)
-        print("\n".join([f"cd {args.directory or args.name}", *_head(args.name)[1:]]))
+        directory = Path(args.name) if args.directory is None else args.directory
+        write(args.name, directory)
+        print("\n".join([f"cd {shlex.quote(str(directory))}", *_head(args.name)[1:]]))
     return 0
 
 

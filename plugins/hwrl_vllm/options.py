@@ -130,12 +130,24 @@ def check_options(options: Mapping[str, Any], *, known: Collection[str] | None) 
     for name in options:
         if name != "engine_core":
             _check(name, known)
+    _check_graphs(options.get("compilation_config"))
     engine_core = options.get("engine_core", "process")
     if engine_core not in _ENGINE_CORES:
         raise ConfigError(
             f"rollout.engine_options.engine_core={engine_core!r} is unknown",
             why=f"vLLM's engine core can be {' or '.join(_ENGINE_CORES)}",
             fix="remove it, to have it in a process of its own",
+        )
+
+
+def _check_graphs(compilation: Any) -> None:
+    """Raise ConfigError for graphs of steps that also read prompts, which vLLM replays with wrong results."""
+    if isinstance(compilation, Mapping) and str(compilation.get("cudagraph_mode")).upper() in ("FULL", "2"):
+        raise ConfigError(
+            "rollout.engine_options.compilation_config.cudagraph_mode=FULL cannot be used",
+            why="replayed from one graph, steps that read prompts beside others' tokens come out wrong: vLLM 0.25.1 "
+            "sampled most responses from another distribution (see pytorch/torchtitan#3668, too)",
+            fix="set FULL_DECODE_ONLY; or FULL_AND_PIECEWISE, vLLM's default, which needs compilation",
         )
 
 

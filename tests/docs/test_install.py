@@ -11,7 +11,7 @@ EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["option
 
 
 def test_every_extra_of_a_page_exists() -> None:
-    pages = {path: path.read_text() for path in [*REPO.glob("docs/*.md"), REPO / "README.md"]}
+    pages = {path: path.read_text() for path in [*REPO.glob("docs/**/*.md"), REPO / "README.md"]}
     named = {
         extra
         for text in pages.values()

@@ -90,6 +90,7 @@ def test_a_name_is_loaded_by_the_library(tmp_path: Path, monkeypatch: pytest.Mon
         ("hf:openai/gsm8k", "needs a name and a split"),
         ("hf:?split=train", "needs a name and a split"),
         ("hf:a/b?split=train&subset=c", "unknown option subset"),
+        ("openai/gsm8k", r"hf:NAME\?split=SPLIT"),
     ],
 )
 def test_a_name_without_its_parts_is_refused(name: str, message: str) -> None:

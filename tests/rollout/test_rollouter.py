@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -371,6 +372,21 @@ def test_a_leaving_rollouter_finishes_its_prompts_and_the_request_on_its_way_and
         stop.set()
         running.join()
     assert sorted(group.sequence_number for group in desk.groups) == [1, 2] and answer.result(0) is not None
+
+
+def test_prompts_start_together_in_every_fourth_round_and_at_once_when_nothing_runs() -> None:
+    begun: list[int] = []
+
+    class NotingEngine(CountingEngine):
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            begun.append(round_number)
+            super().submit(requests)
+
+    rollouter = rollouter_of(Desk([6] * 40), engine=NotingEngine(room=4), starts_every=4)
+    for round_number in range(40):  # noqa: B007 - the engine reads it
+        steps(rollouter, 1)
+    apart = {after - before for before, after in itertools.pairwise(sorted(set(begun)))}
+    assert begun[0] == 0 and min(apart) >= 4, begun
 
 
 class WatchedEngine(CountingEngine):

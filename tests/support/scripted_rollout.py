@@ -172,7 +172,7 @@ def rollouter_of(
             sleep_level=sleep_level,
             trace_every=trace_every,
             replica="replica-0",
-            **settings,
+            **{"starts_every": 1, **settings},
         ),
         report_interval_s=report_interval_s,
     )

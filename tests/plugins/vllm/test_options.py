@@ -28,7 +28,7 @@ SETTINGS = RolloutSettings(
 
 
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
-    known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill"]
+    known = ["enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill", "compilation_config"]
     return engine_arguments(SETTINGS, options, known=known)
 
 
@@ -103,6 +103,13 @@ def test_the_engine_core_is_hwrls_own_option_and_not_vllms() -> None:
     assert "engine_core" not in arguments({"engine_core": "inline"})
     with pytest.raises(ConfigError, match=r"engine_core='thread' is unknown(.|\n)*process or inline"):
         arguments({"engine_core": "thread"})
+
+
+@pytest.mark.parametrize("mode", ["FULL", "full", 2])
+def test_graphs_of_steps_that_also_read_prompts_are_refused(mode: object) -> None:
+    with pytest.raises(ConfigError, match=r"cudagraph_mode=FULL cannot be used(.|\n)*FULL_DECODE_ONLY"):
+        arguments({"compilation_config": {"mode": 0, "cudagraph_mode": mode}})
+    arguments({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}})
 
 
 @pytest.mark.parametrize(
