@@ -53,11 +53,12 @@ class ModelShape:
 
 MODELS = {
     "tiny": ModelShape(512, 64, 128, 2, 4, 2, head_dim=32),
+    "135m": ModelShape(49152, 576, 1536, 30, 9, 3, head_dim=64),
     "0.6b": ModelShape(151936, 1024, 3072, 28, 16, 8),
     "1.7b": ModelShape(151936, 2048, 6144, 28, 16, 8),
     "4b": ModelShape(151936, 2560, 9728, 36, 32, 8),
 }
-"""4b has 398 tensors, 8.04 GB as bfloat16."""
+"""135m has the sizes of SmolLM2-135M; 4b has 398 tensors, 8.04 GB as bfloat16."""
 
 
 def random_model(directory: Path, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
