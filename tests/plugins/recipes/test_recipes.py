@@ -37,6 +37,19 @@ QWEN3 = {
 MODELS: dict[str, dict[str, object]] = {
     "HuggingFaceTB/SmolLM2-135M": SMOLLM2,
     "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
+    "allenai/OLMoE-1B-7B-0924-Instruct": {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+    },
     "Qwen/Qwen3-0.6B": QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "Qwen/Qwen3-8B": QWEN3
@@ -140,6 +153,7 @@ def test_a_run_accepts_its_configuration_data_and_functions(
     (tmp_path / "tiny/chat_template.jinja").write_text(CHATML + "{% if enable_thinking %}{% endif %}")
     monkeypatch.chdir(tmp_path)
     words = ["model.path=tiny", "rollout.engine=embedded", "rollout.engine_options={}"]
+    words += ["algorithm.reference=tiny"] if name == "distill" else []
     check_inputs(load_config(tmp_path / "config.yaml", words))
 
 
