@@ -57,7 +57,7 @@ def model_directory(path: Path, *, weights: bool = True) -> Path:
         raise ConfigError(
             f"there is no model {name}: no such directory, and no complete copy from the hub",
             why=" ".join(message_of(exc).split()),
-            fix=f"correct model.path; where there is a network: hf download {name}"
+            fix=f"correct the name; where there is a network: hf download {name}"
             f"{f' --revision {revision}' if revision else ''} (the copy is under HF_HOME; log in with hf auth login)",
         ) from exc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -47,12 +48,15 @@ def test_a_run_downloads_its_model_once_and_pins_the_commit_and_the_copy_serves_
 ) -> None:
     env, sent = online
     run = [f"dir={tmp_path / 'run'}", "goals={}", "eval.every_steps=0", "train.batch_groups=2"]
+    run += ["algorithm.loss=distill", f"algorithm.reference={NAME}"]
     first = hwrl(demo, env, "train", f"model.path={NAME}", "train.steps=1", *run)
     assert first.returncode == 0, first.stdout + first.stderr
     assert set(sent.values()) == {1}
     assert "config.json" in sent and "model.safetensors" in sent
     assert not {"modeling.py", "original/consolidated.safetensors"} & set(sent)
-    assert f"path: hf:{NAME}?revision={COMMIT}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (tmp_path / "run" / "config.yaml").read_text().count(f": hf:{NAME}?revision={COMMIT}") == 2
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["actor/reverse_kl"] == pytest.approx(0, abs=1e-5), "before its first step the policy is the teacher"
 
     alone = {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     shown = subprocess.run([sys.executable, "-c", SHOW], env=alone, capture_output=True, text=True, timeout=600)
@@ -81,7 +85,7 @@ def test_a_plan_needs_no_weights(demo: Path, online: tuple[dict[str, str], Mappi
     [
         (NAME, "1", f"hf download {NAME} "),
         (f"{NAME}?revision=v1", "1", f"hf download {NAME} --revision v1"),
-        ("tiny/unknown", "0", "correct model.path"),
+        ("tiny/unknown", "0", "correct the name"),
         ("hf:no-owner", "0", "write OWNER/NAME"),
         ("models/not/there", "0", "or to OWNER/NAME of a model on the hub"),
     ],
