@@ -401,7 +401,8 @@ def _require_directory(directory: Path) -> None:
         raise DataError(
             f"there is no directory {directory}", why="models are read from the disk only", fix="correct model.path"
         )
-    if odd := [path for path in sorted(directory.iterdir()) if path.suffix in _READ and not path.is_file()]:
+    files = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
+    if odd := [path for path in files if path.suffix in _READ and not path.is_file()]:
         raise DataError(  # transformers would take the file for missing, and use defaults or other files
             f"{odd[0]} cannot be read",
             why="it is a link to a missing file, or no regular file",

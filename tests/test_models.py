@@ -116,11 +116,15 @@ def test_a_damaged_model_is_refused_by_name(model: Path, damage: Callable[[Path]
         load_model(model, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "x.bin", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "chat_template.jinja", "additional_chat_templates/x.jinja", "x.bin", "tokenizer_config.json"],
+)
 @pytest.mark.parametrize("kind", ["link", "pipe", "device", "directory"])
 def test_what_is_no_file_is_not_taken_for_missing_nor_waited_for(model: Path, name: str, kind: str) -> None:
     """transformers would go on without it: without the chat template of a cache that lacks a file, for example."""
     path = model / name
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     if kind in ("link", "device"):
         path.symlink_to("/dev/zero" if kind == "device" else "missing")

@@ -183,7 +183,7 @@ def _describe_owner(text: str) -> str:
         text = f"process {owner['pid']} on {owner['host']} has held the lock since {owner['since']}"
         is_this_process = (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
         return f"this process has another open manager on it: {text}" if is_this_process else text
-    except (ValueError, KeyError, TypeError):  # the owner has just taken the lock, or the disk was full
+    except (ValueError, KeyError, TypeError, RecursionError):  # the owner has just taken the lock, or the disk was full
         return "its owner has not written its name into the lock file"
 
 

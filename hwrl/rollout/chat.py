@@ -81,11 +81,16 @@ class ChatTokens:
     def encode_prompt(self, prompt: str | Conversation, *, tools: Tools | str | None = None) -> tuple[str, Ints]:
         """Return the model's input for a row's ``prompt``, as text and as token ids.
 
-        The tokenizer adds its special tokens to a string. Messages are as for :meth:`prompt`. ``tools`` are JSON
-        schemas, or the JSON text of their list; a string has no place for them. Raises ValueError for other ``tools``.
+        The tokenizer adds its special tokens to a string, but no end: the policy goes on. Messages are as for
+        :meth:`prompt`. ``tools`` are JSON schemas, or the JSON text of their list; a string has no place for them.
+        Raises ValueError for other ``tools``.
         """
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt, add_special_tokens=True)
+            ids = self._encode(prompt, add_special_tokens=True)
+            if ids[-1:].tolist() == [self.tokenizer.eos_token_id]:
+                own = self._encode(prompt)
+                ids = ids[:-1] if np.array_equal(ids[-1 - len(own) : -1], own) else ids
+            return prompt, ids
         text = self._render(prompt, _schemas(tools), None)
         return text, self._encode(text)
 

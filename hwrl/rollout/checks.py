@@ -1,14 +1,18 @@
-"""Checks of a rollout engine before it takes a request, makes a step, loads weights or sleeps."""
+"""Checks of what a rollout engine is asked for, and of what a run of a workflow returned."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from hwrl.errors import EngineError, UnsupportedError
-from hwrl.interfaces import MEMORY_TAGS, GenerationRequest, WeightOffer
+import numpy as np
+
+from hwrl.errors import EngineError, UnsupportedError, short_repr
+from hwrl.interfaces import MEMORY_TAGS, GenerationRequest, Segment, Trajectory, WeightOffer
 from hwrl.interfaces.rollout import adapter_unsupported
+from hwrl.rollout.reward import metrics_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +20,13 @@ if TYPE_CHECKING:
     from hwrl.weights import Taken
 
 _log = logging.getLogger(__name__)
+_COLUMNS: Mapping[str, type] = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "rewards": np.float32,
+}
+"""The columns of a segment."""
 
 
 def require_fit(request: GenerationRequest, *, max_length: int) -> None:
@@ -140,6 +151,56 @@ def require_held(results: Sequence[Taken], offer: WeightOffer) -> Taken | None:
         "version %d is not in the engine, which has none now: %s", offer.version, "; ".join(missing) or sorted(held)
     )
     return None
+
+
+def checked_sample(result: Any, *, max_length: int, vocabulary: int) -> Sequence[Trajectory]:
+    """Return a run's trajectories, with float numbers and arrays of the right types.
+
+    Raises an error if they cannot be trained: a trajectory has at most ``max_length`` tokens, with ids below
+    ``vocabulary``.
+    """
+    sample = (result,) if isinstance(result, Trajectory) else result
+    is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
+    if not is_sample or not sample:
+        raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
+    sample = [replace(row, segments=[_typed(part) for part in row.segments]) for row in sample]
+    for row in sample:
+        _check_segments(row, max_length, vocabulary)
+    return [_with_floats(row) for row in sample]
+
+
+def _typed(part: Segment) -> Segment:
+    """Return ``part`` with its columns as arrays of their types: a user's may be lists, or hold other numbers."""
+    changed: dict[str, Any] = {}
+    for name, dtype in _COLUMNS.items():
+        column = getattr(part, name)
+        if column is None or (type(column) is np.ndarray and column.dtype == dtype and column.ndim == 1):
+            continue
+        given = np.asarray(column)
+        with np.errstate(all="ignore"):  # a number that is too large is told of below, or as infinite
+            changed[name] = given.astype(dtype)
+        if given.ndim != 1 or (dtype is np.int32 and not np.array_equal(changed[name], given)):
+            raise ValueError(f"{name} of a segment are not a row of {dtype.__name__}, but {short_repr(column)}")
+    return replace(part, **changed) if changed else part
+
+
+def _with_floats(row: Trajectory) -> Trajectory:
+    """Return ``row`` with its reward and metrics as floats: a user's number may be of any type, such as a tensor."""
+    metrics = metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
+    reward = metrics.pop("reward")
+    return replace(row, reward=None if row.reward is None else reward, metrics=metrics)
+
+
+def _check_segments(row: Trajectory, max_length: int, vocabulary: int) -> None:
+    ids = np.concatenate([segment.token_ids for segment in row.trained_segments])
+    if len(ids) > max_length:
+        raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {max_length}")
+    if not isinstance(row.truncated, bool | np.bool_):
+        raise ValueError(f"truncated is true or false, not {short_repr(row.truncated)}")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
+    if not all(np.isfinite(x).all() for part in row.segments for x in (part.rewards, part.logprobs) if x is not None):
+        raise ValueError("a token's log-probability, or the reward of a turn or a token, is not a finite number")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -15,10 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from hwrl.errors import DataError, EngineError, short_repr
 from hwrl.interfaces import (
@@ -33,11 +31,11 @@ from hwrl.interfaces import (
 from hwrl.rollout.attempts import Attempts, hold_if_abandoned
 from hwrl.rollout.call_threads import CallThreads
 from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.checks import checked_sample
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.policy_client import PolicyClient
-from hwrl.rollout.reward import metrics_of
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.rollout.tracing import current_log
 from hwrl.user_code import load_function
@@ -69,7 +67,7 @@ def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, so
         workflow = factory(tokenizer=tokenizer, **options)
         if not callable(workflow):
             raise TypeError(f"it returned {short_repr(workflow)}, and no async function of client and prompt")
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise DataError(
             f"the factory {target} made no workflow",
             why=f"called with tokenizer=… and rollout.workflow_options={dict(options)!r}, it raised {short_repr(exc)}",
@@ -298,7 +296,7 @@ class WorkflowGenerator(SampleGenerator):
     async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
         async def attempt() -> Sequence[Trajectory]:
             result = await self._workflow(run.client, run.group.prompt)
-            return _checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
+            return checked_sample(result, max_length=self._settings.max_length, vocabulary=self._settings.vocabulary)
 
         reason = ""
         for _ in range(self._settings.attempts):
@@ -343,38 +341,3 @@ async def _stop(loop: asyncio.AbstractEventLoop, abandoned: Collection[asyncio.T
         await asyncio.wait(others, timeout=_END_S) if others else None
     finally:  # a workflow that ends may cancel all tasks
         loop.call_soon(loop.stop)
-
-
-# -- what a run of a workflow returned ---------------------------------------------------------------------------------
-
-
-def _checked_sample(result: Any, *, max_length: int, vocabulary: int) -> Sequence[Trajectory]:
-    """Return a run's trajectories, with float numbers.
-
-    Raises ValueError or DataError if they cannot be trained: a trajectory has at most ``max_length`` tokens, with ids
-    below ``vocabulary``.
-    """
-    sample = (result,) if isinstance(result, Trajectory) else result
-    is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
-    if not is_sample or not sample:
-        raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
-    for row in sample:
-        _check_segments(row, max_length, vocabulary)
-    return [_with_floats(row) for row in sample]
-
-
-def _with_floats(row: Trajectory) -> Trajectory:
-    """Return ``row`` with its reward and metrics as floats: a user's number may be of any type, such as a tensor."""
-    metrics = metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
-    reward = metrics.pop("reward")
-    return replace(row, reward=None if row.reward is None else reward, metrics=metrics)
-
-
-def _check_segments(row: Trajectory, max_length: int, vocabulary: int) -> None:
-    ids = np.concatenate([segment.token_ids for segment in row.trained_segments])
-    if len(ids) > max_length:
-        raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {max_length}")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
-    if not all(np.isfinite(x).all() for part in row.segments for x in (part.rewards, part.logprobs) if x is not None):
-        raise ValueError("a token's log-probability, or the reward of a turn or a token, is not a finite number")

@@ -13,6 +13,7 @@ from typing import Any
 
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
+from hwrl.files import read_file
 from hwrl.hub import model_directory
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
@@ -22,6 +23,8 @@ from hwrl.run.report.trackers import make_tracker
 from hwrl.run.settings import tokenizer_with
 from hwrl.train import CLIPPED_LOSSES
 from hwrl.user_code import load_function
+
+_MAX_INDEX_NBYTES, _MAX_TEMPLATE_NBYTES = 1 << 28, 1 << 20
 
 
 def check_inputs(config: Config) -> None:
@@ -155,6 +158,12 @@ def _check_template(file: Path | None) -> None:
             why="data.chat_template names it: a text without '{' is taken for a file name, not for a template",
             fix="correct the path, or set data.chat_template to the text of the template",
         )
+    try:
+        b"" if file is None else read_file(file, max_nbytes=_MAX_TEMPLATE_NBYTES, follow_links=True).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"{file} is no chat template", why=f"data.chat_template names it, and {exc}", fix="write it in UTF-8"
+        ) from exc
 
 
 def _damage(file: Path) -> str | None:
@@ -173,7 +182,9 @@ def _damage(file: Path) -> str | None:
 def _missing(directory: Path, index: Path) -> dict[str, str]:
     """Return the files that ``index`` names and ``directory`` lacks, with reasons; the index itself if unreadable."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(
+            json.loads(read_file(index, max_nbytes=_MAX_INDEX_NBYTES, follow_links=True))["weight_map"].values()
+        )
         return {name: f"{index.name} names it" for name in sorted(names) if not (directory / name).is_file()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         return {index.name: f"it is not an index of weights: {exc!r}"}

@@ -281,11 +281,14 @@ class DeviceActor:
         return make_device_report(devices, get_backend()) if has_devices(get_backend()) else None
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the part."""
+        """Call a method of the part. A SystemExit of users' code becomes an error: Ray would end the process."""
         assert self._part is not None, "set_up comes first"
         what = self._part.ALLOCATES.get(method)
-        with contextlib.nullcontext() if what is None else get_backend().allocating(what):
-            return getattr(self._part, method)(*arguments, **keywords)
+        try:
+            with contextlib.nullcontext() if what is None else get_backend().allocating(what):
+                return getattr(self._part, method)(*arguments, **keywords)
+        except SystemExit as exc:
+            raise RuntimeError(f"it raised {exc!r}").with_traceback(exc.__traceback__) from None
 
 
 class TrainActor(DeviceActor):

@@ -8,13 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hwrl.checkpoint import DirectoryLock, DurableFS, find_checkpoints, read_extra
 from hwrl.errors import CheckpointCorruptError, ConfigError, RunDirectoryError
 from hwrl.files import make_directory, open_to_read, read_file
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
-from hwrl.run.config.yaml_reader import MAX_NBYTES
+from hwrl.run.config.yaml_reader import MAX_NBYTES, parse_yaml
 from hwrl.run.report import METRICS, MODEL_DIRECTORY, PROMPTS
 from hwrl.run.scaling import SCALE
 
@@ -163,8 +161,8 @@ def _counted_by(ledger: dict[str, Any], step: int) -> dict[str, int]:
 
 def _parse_saved(config: Config, saved: bytes) -> Any:
     try:
-        return yaml.safe_load(saved)
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        return parse_yaml(saved.decode())
+    except ValueError as exc:  # also of a text that is not UTF-8
         raise ConfigError(
             f"{config.dir / RUN_CONFIG} is damaged, so the configuration of the run there is unknown",
             why=str(exc),

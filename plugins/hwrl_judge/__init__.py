@@ -104,12 +104,12 @@ def _checked_client(openai: Any, timeout_s: float) -> Any:
                         await response.aclose()
                 status, headers = response.status_code, response.headers
             if fault is None and 200 <= status < 300:
-                fault = _fault_of(body)
+                body, fault = _completion_of(body)
             if fault is not None:
                 shown = body[:_SHOWN_NBYTES].decode(errors="replace")
                 status, body = max(status, 502), json.dumps({"error": {"message": f"it {fault}: {shown!r}"}}).encode()
                 headers = {"Content-Type": "application/json"}
-            kept = {name: value for name, value in headers.items() if name.lower() not in _FRAMING}
+            kept = {name: value for name, value in headers.items() if name.lower() not in _FRAMING and value.isascii()}
             return importlib.import_module(type(request).__module__.partition(".")[0]).Response(
                 status, headers=kept, content=body, request=request
             )
@@ -129,13 +129,19 @@ async def _body_of(response: Any) -> tuple[bytes, str | None]:
     return bytes(body), None
 
 
-def _fault_of(body: bytes) -> str | None:
-    """Return why ``body`` is no chat completion with a text; None if it is one. A content of null is an empty text."""
+def _completion_of(body: bytes) -> tuple[bytes, str | None]:
+    """Return a completion with the text of ``body`` alone; or ``body`` and why it is no chat completion with a text.
+
+    ``openai`` would make objects of everything in it. A content of null is an empty text.
+    """
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as exc:
-        return f"answered no chat completion ({type(exc).__name__})"
-    return None if isinstance(content, str | None) else f"answered {type(content).__name__} instead of a text"
+        return body, f"answered no chat completion ({type(exc).__name__})"
+    if not isinstance(content, str | None):
+        return body, f"answered {type(content).__name__} instead of a text"
+    text = (content or "").encode("utf-8", "replace").decode()  # without lone surrogates
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(), None
 
 
 def require_openai() -> None:

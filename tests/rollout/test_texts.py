@@ -223,6 +223,19 @@ def test_a_text_that_continues_gets_no_space_that_it_does_not_have(scheme: str, 
     assert chat.decode(whole, special=True) == "gh" + text
 
 
+def test_a_string_that_the_tokenizer_would_end_stays_open() -> None:
+    from tokenizers import processors
+
+    chat = chat_that_adds_a_space("never")
+    chat.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<unk> $A </s>", special_tokens=[("<unk>", 0), ("</s>", 1)]
+    )
+    assert chat.tokenizer("ab")["input_ids"][-1] == 1
+    begun = chat.encode_prompt("ab")[1].tolist()
+    assert begun[0] == 0 and begun[1:] == chat.encode("ab").tolist()
+    assert chat.encode_prompt("ab</s>")[1].tolist() == [*begun, 1], "the row's own end"
+
+
 def test_special_tokens_of_a_template_stay_whole_whatever_the_tokenizer_splits() -> None:
     chat = STYLES["chatml"].chat()
     usual = chat.prompt([USER]).tolist()

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Segment, Trajectory
 from hwrl.rollout import (
     ChatTokens,
@@ -28,6 +28,7 @@ from hwrl.rollout import (
     Workflow,
     WorkflowGenerator,
     WorkflowSettings,
+    load_workflow,
 )
 from hwrl.rollout.generation import mean_metrics
 from tests.support.chat_models import STYLES
@@ -204,6 +205,57 @@ def test_a_dropped_run_does_not_begin_again(make: Make) -> None:
         time.sleep(0.001)
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), begun[0]).result()
     assert len(begun) == 2 and generator.failed_runs == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "told"),
+    [
+        ("token_ids", [7, 8], None),
+        ("token_ids", np.array([7.0, 8.5, 2.0**40])[1:], "token_ids of a segment"),
+        ("versions", [0, 0], None),
+        ("versions", [None, None], "NoneType"),
+        ("versions", np.array([0.5, 0]), "versions of a segment"),
+        ("logprobs", np.full((2, 1), -1.0), "logprobs of a segment"),
+        ("rewards", [1, 0], None),
+        ("rewards", np.array([1.0, 1e300]), "not a finite number"),
+        ("rewards", np.ones((2, 2)), "rewards of a segment"),
+    ],
+)
+def test_the_columns_of_a_users_segments_get_their_types_or_fail_the_run(
+    make: Make, column: str, values: Any, told: str | None
+) -> None:
+    given: Any = {"token_ids": [7, 8], "logprobs": [-1.0, -2.0], "versions": [0, 0], column: values}
+    types = {"token_ids": np.int32, "logprobs": np.float32, "versions": np.int32, "rewards": np.float32}
+
+    async def builds_its_own(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        return Trajectory([Segment(cast(Any, [1, 2])), Segment(**given)])
+
+    generator = make(builds_its_own, attempts=1)
+    group = start(generator)
+    step_to_the_end(generator)
+    if told is not None:
+        assert told in str(group.result().failure)
+        return
+    ((row,),) = group.samples[:1]
+    for name, dtype in types.items():
+        assert all(one is None or one.dtype == dtype for one in (getattr(part, name) for part in row.segments))
+    assert row.segments[0].token_ids.tolist() == [1, 2]
+
+
+def test_a_factory_that_raises_whatever_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make(tokenizer):\n    raise SystemExit(3)\n")
+    with pytest.raises(DataError, match=r"made no workflow\n(.|\n)*SystemExit\(3\)"):
+        load_workflow(f"{tmp_path}/mine.py:make", {}, tokenizer=None)
+
+
+def test_a_trajectory_is_truncated_or_not(make: Make) -> None:
+    async def says_both(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        return replace(await single_turn(client, prompt), truncated=cast(Any, [True, False]))
+
+    generator = make(says_both, attempts=1)
+    group = start(generator)
+    step_to_the_end(generator)
+    assert "truncated is true or false, not [True, False]" in str(group.result().failure)
 
 
 def test_more_prompts_than_there_is_room_for_wait(make: Make) -> None:

@@ -304,6 +304,9 @@ def test_a_chat_template_is_a_text_or_a_file_of_the_run(config: Config, tmp_path
     assert tokenizer_of("{{ messages[0] }}") == "{{ messages[0] }}"
     with pytest.raises(ConfigError, match=r"there is no file /no/file\.jinja\n  why: data\.chat_template names it"):
         check_inputs(with_sets(config, "data.chat_template=/no/file.jinja"))
+    (tmp_path / "template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"template\.jinja is no chat template\n  why: .* can't decode"):
+        check_inputs(with_sets(config, f"data.chat_template={tmp_path}/template.jinja"))
 
 
 def test_the_file_of_a_workflows_tool_is_an_input_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

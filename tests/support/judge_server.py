@@ -56,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(int(question.partition(":")[2]), b"")
         elif order == "compressed":
             self._send(200, b"x", {"Content-Encoding": "gzip"})
+        elif order == "odd limit" and first:
+            self._send(429, b"", {"Retry-After": "\xe9"})
         elif order == "limit once" and first:
             self._send(429, {"error": {"message": "too many"}}, {"Retry-After": "2"})
         else:

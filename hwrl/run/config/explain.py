@@ -24,6 +24,10 @@ SAME_AS = {
     "train.steps": ("max_steps", "total_training_steps", "num_steps", "epochs", "num_train_epochs", "total_epochs"),
     "train.batch_groups": ("batch_size", "train_batch_size", "global_batch_size", "per_device_train_batch_size"),
     "train.micro_batch_tokens": ("micro_batch_size", "ppo_max_token_len_per_device", "gradient_accumulation_steps"),
+    "seed": ("random_seed",),
+    "train.engine": ("train.backend", "train.strategy"),
+    "rollout.engine": ("rollout.backend", "rollout.name"),
+    "weights.bypass_cpu": ("weights.transport", "weights.backend"),
     "train.ranks": ("world_size", "num_processes", "n_devices_per_node", "nnodes", "num_nodes"),
     "train.activation_checkpointing": ("gradient_checkpointing", "enable_gradient_checkpointing"),
     "rollout.n": ("num_generations", "group_size", "n_samples_per_prompt", "num_samples", "rollouts_per_prompt"),
@@ -31,7 +35,7 @@ SAME_AS = {
     "rollout.tensor_parallel": ("tensor_parallel_size", "tensor_model_parallel_size", "tp", "tp_size"),
     "rollout.max_running": ("max_num_seqs", "max_concurrency", "max_running_requests"),
     "data.max_prompt_tokens": ("max_prompt_length", "prompt_length"),
-    "data.train": ("dataset", "dataset_name", "train_files", "train_dataset", "prompt_data"),
+    "data.train": ("dataset", "dataset_name", "train_files", "train_dataset", "prompt_data", "data.path"),
     "data.eval": ("val_files", "eval_dataset", "test_files", "val_data"),
     "data.prompt_key": ("input_key",),
     "data.answer_key": ("label_key", "ground_truth", "answer"),
@@ -43,6 +47,7 @@ SAME_AS = {
         "tokenizer",
         "model_path",
         "model.name",
+        "model.name_or_path",
         "critic.name",
     ),
     "model.dtype": ("bf16", "fp16", "precision", "torch_dtype"),
@@ -52,11 +57,11 @@ SAME_AS = {
     "report.run_name": ("experiment_name", "project_name", "report.name", "trainer.name"),
     "report.trackers": ("wandb", "tensorboard", "report_to", "logger", "loggers", "tracker"),
     "resume": ("resume_mode", "resume_from_checkpoint", "resume_from_path"),
-    "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval", "every", "interval"),
+    "checkpoint.save_every_steps": ("save_steps", "save_freq", "save_interval", "every", "interval", "freq"),
     "checkpoint.max_ckpt_to_keep": ("save_total_limit", "max_actor_ckpt_to_keep", "keep_last", "keep"),
-    "eval.every_steps": ("eval_steps", "test_freq", "eval_interval", "interval"),
+    "eval.every_steps": ("eval_steps", "test_freq", "eval_interval", "interval", "every", "freq"),
     "eval.before_training": ("val_before_train", "eval_on_start"),
-    "algorithm.advantage": ("adv_estimator", "advantage_estimator", "algo"),
+    "algorithm.advantage": ("adv_estimator", "advantage_estimator", "algo", "scale_rewards"),
     "algorithm.loss": ("loss_type", "policy_loss", "loss_mode"),
     "algorithm.kl_coeff": ("kl_coef", "beta", "kl_loss_coef", "init_kl_coef", "kl_beta"),
     "critic.kl_coeff": ("kl_coef",),
@@ -67,7 +72,16 @@ SAME_AS = {
     "algorithm.ppo_epochs": ("num_iterations", "num_ppo_epochs", "inner_epochs"),
     "algorithm.filter_groups": ("dynamic_sampling",),
     "async_training.staleness_threshold": ("max_staleness", "async_level", "max_off_policy_steps", "staleness"),
-    "reward.function": ("fn", "reward_fn", "reward_funcs", "reward_function", "custom_reward_function", "rm_type"),
+    "reward.function": (
+        "fn",
+        "reward_fn",
+        "reward_funcs",
+        "reward_function",
+        "custom_reward_function",
+        "rm_type",
+        "reward.path",
+        "custom_reward_function.path",
+    ),
     "rollout.engine_options": ("enforce_eager", "memory_utilization", "swap_space", "kv_cache_dtype", "engine_kwargs"),
 }
 """The names of other programs for our keys, also with something before them (``actor_lr``), or with their section."""
@@ -136,14 +150,15 @@ def keys_in(section: str, *, root: type[BaseModel]) -> list[str]:
 def _likely_keys(key: str, *, root: type[BaseModel]) -> list[str]:
     """Return the keys that the user may have meant.
 
-    These are the keys of other sections with the same last part, with those of the optional critic at the end. If there
-    are none: the keys that other programs call so; or those with a similar last part, first in the same section; or
-    the options of an engine.
+    These are what other programs call so with its section; or the keys of other sections with the same last part, with
+    those of the optional critic at the end. If there are none: the keys that other programs call so; or those with a
+    similar last part, first in the same section; or the options of an engine.
     """
     keys = all_keys(root)
     whole = key.lower().replace("-", "_")
     section, _, name = whole.rpartition(".")
-    moved = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
+    moved = [ours for ours, theirs in SAME_AS.items() if section and whole in theirs]
+    moved = moved or [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
     moved = moved or [
         f"{ours}.{name}" if ours.endswith("_options") else ours
         for ours, theirs in SAME_AS.items()

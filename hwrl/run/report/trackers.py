@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,14 @@ from typing import Any
 from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
 from hwrl.errors import DataError, EngineError, HwrlError, message_of, short_repr
+from hwrl.files import read_file
 from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
 from hwrl.run.config import Config
 from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
 """The file in the run directory with the id of the run."""
+_MAX_ID_NBYTES = 1000
 FINISH_S = 60.0
 """How long a run at its end, or a new tracker after a restart of the trainers, waits for a tracker to finish."""
 _MAX_WAITING = 10_000
@@ -161,10 +164,10 @@ def start_trackers(
 def tracked_run(config: Config, *, resume_step: int) -> TrackedRun:
     """Return the run as trackers see it. The first call writes the run's id to the run directory.
 
-    Raises OSError, or ValueError if the file with the id is not text.
+    Raises OSError, or ValueError if the file with the id is not text, or no regular file.
     """
     path: Path = config.dir / RUN_ID
-    run_id = path.read_text(encoding="ascii").strip() if path.exists() else ""
+    run_id = read_file(path, max_nbytes=_MAX_ID_NBYTES).decode("ascii").strip() if os.path.lexists(path) else ""
     if not run_id:
         run_id = uuid.uuid4().hex
         DurableFS().replace_file(path, f"{run_id}\n".encode())

@@ -106,6 +106,18 @@ def test_an_answer_that_is_no_text_is_asked_for_again_and_then_an_error_that_sho
     assert ask(judge, 'raw:{"choices": [{"message": {"content": null}}]}') == [""]
 
 
+def test_only_the_text_of_an_answer_is_looked_at(server: Server) -> None:
+    choice = '{"message": {"content": "\\ud800a"}}'
+    many = f'raw:{{"choices": [{", ".join([choice] * 50_000)}], "usage": [], "id": {{}}}}'
+    judge = Judge(server.url, "judge", max_retries=1)
+    assert ask(judge, f'raw:{{"choices": [{choice}]}}', "odd limit") == ["?a", str(float(len("odd limit")))]
+    began_s = time.process_time()
+    json.loads(many[4:])
+    read_s = time.process_time() - began_s
+    assert ask(judge, many) == ["?a"]
+    assert time.process_time() - began_s < 20 * read_s + 0.3, "no object for each choice"
+
+
 def test_a_success_of_another_status_must_have_an_answer_too(server: Server) -> None:
     for error in ask(Judge(server.url, "judge", max_retries=0), "nothing:202", "nothing:204"):
         assert isinstance(error, EngineError) and "no chat completion" in error.why

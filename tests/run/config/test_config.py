@@ -210,16 +210,20 @@ INDEX = "model.safetensors.index.json"
         ({"a.safetensors": None}, r"a\.safetensors: .*not fully covered"),
         ({INDEX: b'{"weight_map": {"w": "b.safetensors"}}'}, rf"b\.safetensors: {INDEX} names it"),
         ({INDEX: b"[]"}, f"{INDEX}: it is not an index"),
+        ({INDEX: "a pipe"}, f"{INDEX}: it is not an index(.|\n)*regular"),
     ],
 )
 def test_a_model_with_damaged_files_is_refused_before_anything_starts(
-    tmp_path: Path, files: dict[str, bytes | None], message: str
+    tmp_path: Path, files: dict[str, bytes | str | None], message: str
 ) -> None:
     path = write_config(tmp_path, runnable(tmp_path))
     check_inputs(load_config(path))
     whole = (tmp_path / "model" / "model.safetensors").read_bytes()
     for name, content in files.items():
-        (tmp_path / "model" / name).write_bytes(whole[:-1] if content is None else content)
+        if isinstance(content, str):
+            os.mkfifo(tmp_path / "model" / name)
+        else:
+            (tmp_path / "model" / name).write_bytes(whole[:-1] if content is None else content)
     with pytest.raises(DataError, match=f"is damaged or incomplete(.|\n)*{message}"):
         check_inputs(load_config(path))
 
@@ -375,10 +379,17 @@ def test_a_damaged_account_is_still_a_run_and_a_damaged_configuration_is_an_erro
     copy, place = write_config(tmp_path), f"dir={own}"
     with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
         pass
-    (own / "config.yaml").write_bytes(RUN_HEADER + b"seed: [\n")
     words = [place, "resume=true"]
-    with pytest.raises(ConfigError, match=r"config.yaml is damaged"), claimed_directory(load_config(copy, words)):
-        pass
+    for damage in (
+        b"seed: [\n",
+        b"seed: 2026-99-99\n",
+        b"seed: " + b"9" * 5000,
+        b"seed: " + b"[" * 5000,
+        b"seed: \xff\n",
+    ):
+        (own / "config.yaml").write_bytes(RUN_HEADER + damage)
+        with pytest.raises(ConfigError, match=r"config.yaml is damaged"), claimed_directory(load_config(copy, words)):
+            pass
     (own / "config.yaml").unlink()
     (own / "checkpoints" / "global_step_7").mkdir(parents=True)
     with claimed_directory(load_config(copy, words)):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
 
 from hwrl.errors import DataError, HwrlError
-from hwrl.run.remote import value_of
+from hwrl.run.remote import DeviceActor, Remote, value_of
 
 USERS = """
 import json
@@ -31,6 +31,8 @@ def halve(inputs):
             1 / 0
         except ZeroDivisionError as exc:
             raise ValueError("two\\nlines") from exc
+    if inputs == "exit":
+        raise SystemExit(0)
     if inputs == "own":
         raise Own("of a user")
     raise ValueError("the loss of a test")
@@ -83,3 +85,29 @@ def test_an_error_without_users_code_shows_all_its_lines() -> None:
         value_of(call.remote("", "hwrl"))
     with pytest.raises(HwrlError, match=r"(?s)a process of the run failed\n  why: json.*decoder.py"):
         value_of(no_users_code.remote("{"))
+
+
+class Trainer:
+    ALLOCATES: ClassVar[dict[str, str]] = {}
+
+    def step(self, path: str) -> None:
+        fail(path, "exit")
+
+
+class Actor(DeviceActor):
+    role = "trainer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._part = Trainer()
+
+
+def test_users_code_that_ends_its_process_is_an_error_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USERS)
+    actor = Remote[Trainer](Actor, num_cpus=0)
+    for _ in range(2):  # the process lives on
+        with pytest.raises(DataError, match="failed in a process of the run") as caught:
+            value_of(actor.call(Trainer.step, str(path)))
+        assert caught.value.why.startswith("RuntimeError: it raised SystemExit(0)") and "in halve" in caught.value.why
+    actor.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
@@ -203,8 +204,15 @@ def test_any_error_of_a_users_tracker_is_told_before_the_run_and_ends_no_run(
     assert len(logged) == 1 and told in logged[0]
 
 
-def test_a_damaged_id_of_the_run_ends_no_run(tmp_path: Path) -> None:
-    (tmp_path / "run_id").write_bytes(b"\xff")
+@pytest.mark.parametrize("kind", ["damaged", "pipe", "device"])
+def test_a_damaged_id_of_the_run_ends_no_run(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "run_id"
+    if kind == "damaged":
+        file.write_bytes(b"\xff")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
     logged: list[str] = []
     config = configured(tmp_path, "report.trackers=[tensorboard,builtins:dict]")
     assert start_trackers(config, resume_step=3, log=logged.append) == []
