@@ -22,7 +22,7 @@ VLLM = (
     f"model.dtype={str(DTYPE).removeprefix('torch.')}",
 )
 SHORT = ("train.steps=6", "eval.every_steps=0", "checkpoint.save_every_steps=0")
-SAME_POLICY = 1e-2
+SAME_POLICY = 5e-3
 """The most that the tokens' log-probabilities may differ between trainer and replica; with other weights it is more."""
 
 
@@ -43,7 +43,7 @@ def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run
 
 
 @pytest.mark.skipif(not ON_HOST and get_backend().device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize("partial", ["true", "false"], ids=["partial", "whole"])
+@pytest.mark.parametrize("partial", ["false", pytest.param("true", marks=pytest.mark.extended)])
 def test_two_ranks_train_with_two_replicas_that_take_weights_in_or_between_responses(
     start: Callable[..., Run], partial: str
 ) -> None:
