@@ -10,7 +10,7 @@ import pytest
 
 from hwrl.discovery import get_backend
 from tests.plugins.vllm.serving import DTYPE, ON_HOST
-from tests.support.train_run import LORA, TWO, Run, adapter_nbytes, assert_whole, base_nbytes, sent
+from tests.support.train_run import LORA, TWO, Run, adapter_nbytes, assert_whole, base_nbytes, late_reward, sent
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -54,9 +54,12 @@ def test_two_ranks_train_with_two_replicas_that_take_weights_in_or_between_respo
 
 @pytest.mark.skipif(ON_HOST, reason="vLLM has no sleep mode on the CPU")
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_replica_sleeps_at_each_level_on_the_trainers_device(start: Callable[..., Run], level: int) -> None:
+def test_a_replica_sleeps_at_each_level_on_the_trainers_device(
+    start: Callable[..., Run], demo: Path, level: int
+) -> None:
     sleep = ("rollout.free_cache_engine=true", f"rollout.sleep_level={level}", "train.param_offload=true")
     rest = ("train.optimizer_offload=true", "async_training.staleness_threshold=0")
+    rest += (late_reward(demo), "train.batch_groups=2", "rollout.n=2")
     run = start(*sleep, *rest, *VLLM, *SHORT, **get_backend().devices.render([0]))
     assert run.wait(timeout_s=5000.0) == 0, run.output()
     assert "share the trainer's devices" in " ".join(run.output().split()), run.output()
