@@ -58,9 +58,9 @@ def test_a_replica_sleeps_at_each_level_on_the_trainers_device(
     start: Callable[..., Run], demo: Path, level: int
 ) -> None:
     sleep = ("rollout.free_cache_engine=true", f"rollout.sleep_level={level}", "train.param_offload=true")
-    rest = ("train.optimizer_offload=true", "async_training.staleness_threshold=0")
-    rest += (late_reward(demo), "train.batch_groups=2", "rollout.n=2")
-    run = start(*sleep, *rest, *VLLM, *SHORT, **get_backend().devices.render([0]))
+    rest = ("train.optimizer_offload=true", "async_training.staleness_threshold=0", late_reward(demo))
+    few = ("train.batch_groups=2", "rollout.n=2")
+    run = start(*sleep, *rest, *few, *VLLM, *SHORT, **get_backend().devices.render([0]))
     assert run.wait(timeout_s=5000.0) == 0, run.output()
     assert "share the trainer's devices" in " ".join(run.output().split()), run.output()
     assert_each_version_is_received(run, receivers=1)
