@@ -1,6 +1,6 @@
-"""Print one table of features and backends, from the checks of the conformance kit.
+"""Print one table of features and backends, from the checks of the conformance kit, also on vLLM as the rollout engine.
 
-    python ci/matrix.py                           # runs the kit on each backend that runs here
+    python ci/matrix.py                           # runs the kit on each backend that runs here, and on vLLM there
     python ci/matrix.py --level device h200.json  # with a report of `hwrl conformance NAME --json h200.json`
 
 A cell says how many checks passed; how many were skipped, with the reasons below the table; or that the kit was not run
@@ -10,6 +10,7 @@ on the backend, and why. The exit status is 0 if no check failed or was slow. ``
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,8 +28,14 @@ Report: TypeAlias = dict[str, Any] | str
 """The kit's report as JSON, or the reason why there is none."""
 
 REPO = Path(__file__).parents[1]
-BACKENDS = ("cpu", "cuda", "npu", "rocm", "xpu")
-SIMULATION = REPO / ".venv-npu"
+COLUMNS = ("cpu", "cuda", "npu", "rocm", "xpu", "cpu, vllm", "cuda, vllm", "npu, vllm")
+PLACES = {
+    "npu": (".venv-npu", "make test-npu", [".venv-npu/bin/python", "-m", "hwrl"]),
+    "cpu, vllm": (".venv-vllm", "make test-vllm", ["ci/stack", "vllm", "hwrl"]),
+    "npu, vllm": (".venv-ascend", "make test-stack-ascend", ["ci/ascend", "hwrl"]),
+}
+"""Environments of a column: the folder, what makes it, and its ``hwrl``. The NPUs in them are simulated."""
+OPTIONS = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
 NOT_GOOD = ("failed", "slow")
 
 
@@ -39,39 +46,51 @@ def main(words: list[str]) -> int:
     parser.add_argument("--level", choices=list(Level), default=Level.ROLLOUT, help="how far the kit goes (rollout)")
     args = parser.parse_args(words)
     given = [json.loads(path.read_text(encoding="utf-8")) for path in args.reports]
-    reports: dict[str, Report] = {report["backend"]: report for report in given}
-    for name in BACKENDS:
-        if name not in reports:
-            reports[name] = run_kit(name, args.level)
+    reports: dict[str, Report] = {_column(report): report for report in given}
+    for column in COLUMNS:
+        if column not in reports:
+            reports[column] = run_kit(column, args.level)
     print("\n".join(table(reports)))
     checks = [check for report in reports.values() if isinstance(report, dict) for check in report["checks"]]
     return int(any(check["outcome"] in NOT_GOOD for check in checks))
 
 
-def run_kit(name: str, level: str) -> Report:
-    """Run the kit on backend ``name``, for the NPU on its simulation (``make test-npu`` builds it)."""
-    env, python, simulated = os.environ | {"HWRL_BACKEND": name, "OMP_NUM_THREADS": "1"}, sys.executable, False
-    if name == "npu" and (SIMULATION / "installed").is_file():
-        simulated = True
-        env |= {"HWRL_PROBE_ROOT": str(SIMULATION / "machine"), "NPUSIM_DEVICES": "4"}
+def _column(report: dict[str, Any]) -> str:
+    backend = str(report["backend"])
+    return backend if report["name"] == backend else f"{backend}, {report['name']}"
+
+
+def run_kit(column: str, level: str) -> Report:
+    """Run the kit on a backend, or on an engine there ("npu, vllm"), in this environment or in its own (PLACES)."""
+    backend, _, engine = column.partition(", ")
+    folder, make, command = PLACES.get(column, ("", "", []))
+    env = os.environ | {"HWRL_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    own = bool(folder) and (REPO / folder / "installed").is_file()
+    if engine and list(Level).index(Level(level)) < list(Level).index(Level.ROLLOUT):
+        return "an engine runs at the level rollout"
+    if own and backend == "npu":
+        env |= {"HWRL_PROBE_ROOT": str(REPO / folder / "machine"), "NPUSIM_DEVICES": "4"}
         env["NPUSIM_HCCL_MILD"] = "1"  # as in tests/npu: a process may use its device after an abort
-        python = str(SIMULATION / "bin/python")
-    else:
+    elif not own:
+        command, hint = [sys.executable, "-m", "hwrl"], f"; {make} makes an environment for it" if make else ""
         try:
             Registry(env=dict(env)).choose()
         except HwrlError as error:
-            return error.why
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        words = ["conformance", name, "--level", level, "--json", str(report)]
-        ended = subprocess.run([python, "-m", "hwrl", *words], env=env, text=True, capture_output=True, check=False)
+            return error.why + hint
+        if engine and importlib.util.find_spec(engine) is None:
+            return f"{engine} is not installed here{hint}"
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary) / "report.json"
+        words = ["conformance", engine or backend, "--level", level, "--json", str(report)]
+        words += ["--options", OPTIONS] if engine else []
+        ended = subprocess.run([*command, *words], cwd=REPO, env=env, text=True, capture_output=True, check=False)
         if report.is_file():
             found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-            return found | {"simulated": simulated}
+            return found | {"simulated": own and backend == "npu"}
     said = " ".join((ended.stdout + ended.stderr).split())[-300:]
     reason = f"the kit ended with status {ended.returncode}, without a report: {said}"
     check = {"name": "TestKit::runs", "level": Level.COMPUTE, "outcome": "failed", "reason": reason}
-    return {"backend": name, "device_count": 0, "checks": [check]}
+    return {"backend": backend, "name": engine or backend, "device_count": 0, "checks": [check]}
 
 
 def table(reports: dict[str, Report]) -> Iterator[str]:

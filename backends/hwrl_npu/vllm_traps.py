@@ -18,6 +18,7 @@ from hwrl.interfaces import Finding, ProbeContext, RolloutSettings
 from hwrl_npu.settings import ALLOCATOR, uses_expandable_segments, version_of
 
 _NZ_VARIABLE = "VLLM_ASCEND_ENABLE_NZ"
+_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _NO_SEGMENTS = "expandable_segments:False"
 _SEGMENTS_EXCLUDE = ("max_split_size_mb", "garbage_collection_threshold")
 """Settings of the allocator. With one of them vllm-ascend leaves expandable segments off."""
@@ -132,6 +133,13 @@ def traps(env: Mapping[str, str], installed: VllmAscend, use: EngineUse) -> Iter
             "vLLM cannot be used with hwrl on a 310P",
             why="vllm-ascend keeps weights in the private format NZ there, whatever it is told",
             fix="use rollout.engine=embedded, or an Atlas A2 or A3",
+        )
+    if env.get(_V2_RUNNER, "0") not in ("", "0"):
+        yield ConfigError(
+            f"{_V2_RUNNER}={env[_V2_RUNNER]} cannot be used with hwrl on NPUs",
+            why="vllm-ascend calls this model runner unfinished; its log-probabilities and its weight updates were "
+            "never compared with a model's",
+            fix=f"unset {_V2_RUNNER}",
         )
     if use.dtype == "float32":
         yield ConfigError(

@@ -75,7 +75,8 @@ def start_vllm(settings: RolloutSettings, options: Mapping[str, Any], *, inline:
         if cause.is_of_a_value:
             fix = f"correct {keys_in(cause.text, options)}"
             raise ConfigError("vLLM refuses its engine arguments", why=cause.text, fix=fix) from exc
-        raise EngineError("vLLM does not start", why=cause.text, fix="fix the error in the reason") from exc
+        fix = "fix the error in the reason, or the last one that vLLM's processes printed"
+        raise EngineError("vLLM does not start", why=cause.text, fix=fix) from exc
 
 
 def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:

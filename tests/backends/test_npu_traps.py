@@ -115,6 +115,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"env": {"TASK_QUEUE_ENABLE": "2"}},
         r"TASK_QUEUE_ENABLE=2 cannot be used with vLLM's ACL graphs(.|\n)*enforce_eager=true",
     ),
+    "npu model runner v2 is in developing": (
+        {"env": {"VLLM_USE_V2_MODEL_RUNNER": "1"}},
+        r"VLLM_USE_V2_MODEL_RUNNER=1 cannot be used(.|\n)*unset VLLM_USE_V2_MODEL_RUNNER",
+    ),
     "blocking launches beside graphs": ({"env": {"ASCEND_LAUNCH_BLOCKING": "1"}}, r"ASCEND_LAUNCH_BLOCKING=1 cannot"),
     "refresh_block_size: any size becomes 128": ({"options": {"block_size": 16}}, r"block_size=16 has no effect"),
     "verl vllm_rollout/utils.py: another way between experts": (
@@ -147,7 +151,7 @@ def test_a_trap_is_refused_by_name(trap: str, engine: Engine, monkeypatch: pytes
         ({"options": {"block_size": 64}, "model": {"model_type": "deepseek_v4"}}, "0.26.0rc1"),
         ({"options": {"block_size": 128, "all2all_backend": "flashinfer_all2allv"}}, "0.26.0rc1"),
         ({"options": {"enforce_eager": True}, "env": {"TASK_QUEUE_ENABLE": "2"}}, "0.23.0"),
-        ({"env": {"VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}}, "0.23.0"),
+        ({"env": {"VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}}, "0.23.0"),
     ],
     ids=str,
 )
@@ -249,6 +253,7 @@ TOLD = {
     "PYTORCH_ALLOC_CONF=max_split_size_mb:64": "refuses to start with both",
     "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True": "takes no expandable segments",
     "TASK_QUEUE_ENABLE=2": "exclude each other",
+    "VLLM_USE_V2_MODEL_RUNNER=1": "model runner unfinished",
     "VLLM_ALL2ALL_BACKEND=naive": "experts cannot travel by naive",
     "LD_LIBRARY_PATH=/none": "libatb.so",
 }

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from hwrl.models import load_model
+from hwrl.rollout.rollouter import SLEEPS_AFTER_S
 from hwrl.run.demo import write_demo
 from hwrl.run.report import METRICS, read_metrics
 from tests.support.speed import slow
@@ -166,6 +167,19 @@ def start(demo: Path) -> Iterator[Callable[..., Run]]:
     yield begin
     for run in runs:
         run.close()
+
+
+def late_reward(directory: Path) -> str:
+    """Return the word for a reward that takes longer than a replica waits before it sleeps, written to a file."""
+    module = directory / "late_reward.py"
+    module.write_text(
+        "import time\n"
+        "from hwrl.run.demo import sort_reward\n\n"
+        "def late(prompt, response, answer):\n"
+        f"    time.sleep({1.5 * SLEEPS_AFTER_S})\n"
+        "    return sort_reward(prompt, response, answer)\n"
+    )
+    return f"reward.function={module}:late"
 
 
 def trained_prompts(run: Run) -> list[int]:

@@ -1,7 +1,8 @@
 """A rollout process with two tensor-parallel workers, which are processes of their own.
 
-``python -m tests.plugins.vllm.tensor_parallel MODEL TRANSPORT``. With PLAIN in the environment vLLM does not pack its
-linear layers, so each worker receives its shares straight into its parameters.
+``python -m tests.plugins.vllm.tensor_parallel MODEL TRANSPORT...``: one engine receives by each transport in turn. With
+PLAIN in the environment vLLM does not pack its linear layers, so each worker receives its shares straight into its
+parameters.
 """
 
 from __future__ import annotations
@@ -33,22 +34,24 @@ if os.environ.get(PLAIN) and ON_HOST:  # also in the workers, which import this 
     vllm._custom_ops._supports_onednn = False
 
 
-def main(model_directory: Path, transport: str) -> None:
+def main(model_directory: Path, transports: list[str]) -> None:
     policy, plain = Policy(model_directory), bool(os.environ.get(PLAIN))
     engine = engine_of(model_directory, tensor_parallel=2, engine_core="inline" if plain else "process")
-    with Linked(engine, transport) as linked:
-        for version in range(20):
-            assert linked.update(version, policy.change())
-            assert linked.report is not None and linked.report.receivers in (2, 0)
-            check(engine, policy, version)
-        if plain:
-            assert all(engine.core.call_workers(lambda worker: worker.hwrl_loading.copies is not None))
-        engine.load_weights(policy.change().items(), version=20)  # as with weights.keep_old_version
-        check(engine, policy, 20)
-        _check_a_dead_sender(linked, policy)
-        if not plain:
-            _check_adapter(model_directory, transport)
-        _check_a_dead_worker(linked, policy, inline=plain)
+    for transport in transports:
+        with Linked(engine, transport) as linked:
+            for version in range(20):
+                assert linked.update(version, policy.change())
+                assert linked.report is not None and linked.report.receivers in (2, 0)
+                check(engine, policy, version)
+            if plain:
+                assert all(engine.core.call_workers(lambda worker: worker.hwrl_loading.copies is not None))
+            engine.load_weights(policy.change().items(), version=20)  # as with weights.keep_old_version
+            check(engine, policy, 20)
+            _check_a_dead_sender(linked, policy)
+            if transport == transports[-1]:
+                if not plain:
+                    _check_adapter(model_directory, transport)
+                _check_a_dead_worker(linked, policy, inline=plain)
     engine.close()
 
 
@@ -88,7 +91,8 @@ def _check_a_dead_sender(linked: Linked, policy: Policy) -> None:
 
 def send_and_die(address: str, transport: str, weights: Weights) -> None:
     sender = WeightSender(connect_store(address), transport=transport, bucket_nbytes=1 << 14, timeout_s=slow(5.0))
-    source = interrupted(weights, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    own = {name: tensor.clone() for name, tensor in weights.items()}  # a process lends no memory that it has opened
+    source = interrupted(own, lambda: os.kill(os.getpid(), signal.SIGKILL))
     sender.publish(7, source, {INCARNATION: 0})
 
 
@@ -146,4 +150,4 @@ def _check_adapter(model_directory: Path, transport: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.rollout.rollouter import SLEEPS_AFTER_S
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 from tests.support.backends import runs_here
+from tests.support.train_run import late_reward
 
 pytestmark = pytest.mark.long(25)
 
@@ -21,14 +21,6 @@ HWRL = str(Path(sys.executable).with_name("hwrl"))
 SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8", "goals={}"]
 
 STEPS = 8
-LATE_REWARD = f"""
-import time
-from hwrl.run.demo import sort_reward
-
-def late(prompt, response, answer):
-    time.sleep({1.5 * SLEEPS_AFTER_S})
-    return sort_reward(prompt, response, answer)
-"""
 
 
 @pytest.fixture
@@ -62,10 +54,9 @@ def test_replicas_sleep_on_the_trainers_devices_and_open_its_memory(site: Path, 
 
     A reward takes longer than a replica waits before it sleeps, so each one sleeps in most steps on any machine.
     """
-    (site / "late_reward.py").write_text(LATE_REWARD)
     colocated = ["train.ranks=2", "rollout.replicas=2", "rollout.free_cache_engine=true", "train.param_offload=true"]
     rest = ["train.optimizer_offload=true", "async_training.staleness_threshold=0", f"train.steps={STEPS}"]
-    rest += ["reward.function=late_reward:late", "train.batch_groups=2", "rollout.n=2"]
+    rest += [late_reward(site), "train.batch_groups=2", "rollout.n=2"]
     ended = train(site, *colocated, *rest, devices=2, backend=backend)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (
