@@ -43,6 +43,7 @@ def test_no_module_imports_a_test_module() -> None:
 def test_the_scripts_name_tests_that_exist() -> None:
     """Also by a shell variable for the file or the folder: ``$engine::test_it``."""
     texts = {path.name: path.read_text() for path in (REPO / "ci").iterdir() if path.is_file()}
+    texts["findings.md"] = (REPO / "docs/findings.md").read_text()
     ours = re.compile(r"(?<![\w/])tests/[\w/]+\.py\b")  # not those of another folder in the tree
     files = {(script, name) for script, text in texts.items() for name in ours.findall(text)}
     assert files
