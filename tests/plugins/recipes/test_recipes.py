@@ -128,19 +128,32 @@ def test_a_wrong_name_and_a_folder_with_such_a_file_are_refused(
 # -- the files ------------------------------------------------------------------------------------------------------
 
 
-@every_recipe
-def test_its_plan_fits_the_devices_in_the_table(name: str, tmp_path: Path, hub: dict[str, str]) -> None:
-    write(name, tmp_path)
+def plan_words(name: str, folder: Path) -> list[str]:
+    """Write the recipe into ``folder``; return the words of a plan on the devices in the table of recipes."""
+    write(name, folder)
     row = re.search(rf"^\| \[{name}\].*", (PAGES / "index.md").read_text(), re.MULTILINE)
     assert row is not None
     model, devices = row[0].split("|")[2:4]
     count, memory = re.findall(r"\d+", devices) or ("1", "16")
-    config = (tmp_path / "config.yaml").read_text()
+    config = (folder / "config.yaml").read_text()
     (path,) = re.findall(r"model: \{path: ([\w./-]+)", config)
     path = next(known for known in MODELS if known.endswith(model.split(",")[0].strip())) if path == "cold" else path
     assert path.endswith(model.split(",")[0].strip())
-    words = [f"model.path={path}", "--devices", count, "--memory", f"{memory}GiB"]
-    assert "It fits." in hwrl(tmp_path, "plan", "config.yaml", *words, env=hub)
+    return ["plan", "config.yaml", f"model.path={path}", "--devices", count, "--memory", f"{memory}GiB"]
+
+
+def test_plans_fit_the_devices_in_the_table(tmp_path: Path, hub: dict[str, str]) -> None:
+    """All in one process: most of a plan's time is that of its imports."""
+    plans = {str(tmp_path / name): plan_words(name, tmp_path / name) for name in command.names()}
+    code = (
+        "import json, os, sys; from hwrl.cli import main\n"
+        "for folder, words in json.loads(sys.argv[1]).items():\n"
+        "    os.chdir(folder); print(folder, flush=True); assert main(words) == 0\n"
+    )
+    command_line = [sys.executable, "-c", code, json.dumps(plans)]
+    done = subprocess.run(command_line, env=hub, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("It fits.") == len(plans), done.stdout
 
 
 @every_recipe
