@@ -368,11 +368,15 @@ def _require_vocabulary(config: Config, key: str) -> None:
     why = ""
     if vocabulary_size(model) < vocabulary_size(policy):
         why = "its vocabulary is smaller than the policy's, so some tokens of the policy are unknown to it"
-    elif any(model.glob("tokenizer*")) and load_tokenizer(model).get_vocab() != load_tokenizer(policy).get_vocab():
+    elif any(model.glob("tokenizer*")) and not _tokens(policy).items() <= _tokens(model).items():
         why = "its tokenizer has other tokens, so the policy's numbers would mean other texts"
     if why:
         fix = f"set {key} to a model with the same tokenizer, or to null"
         raise ConfigError(f"the model in {path} cannot be used beside {config.model.path}", why=why, fix=fix)
+
+
+def _tokens(model: Path) -> dict[str, int]:
+    return dict(load_tokenizer(model).get_vocab())
 
 
 def _build_policy(config: Config, group: Group | None, *, needs_reference: bool) -> TrainEngine:

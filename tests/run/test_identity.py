@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
-from hwrl.run.build import run_tokenizer
+from hwrl.run.build import build_algorithm, build_engines, run_tokenizer
 from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config, parse_config
-from hwrl.run.demo import write_demo
+from hwrl.run.demo import ALPHABET, write_demo, write_model
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
 from hwrl.run.inputs import check_inputs
 from hwrl.run.remote import ProcessSetup, RolloutActor, TrainActor
@@ -157,6 +157,31 @@ def test_a_trainers_further_model_is_an_input_of_the_trainer_alone(
     if key == "algorithm.reference":
         with pytest.raises(ConfigError, match="the weights of the reference model are not"):
             identify_inputs(with_model).compare_with_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "why"),
+    [
+        ([*ALPHABET, "more"], None),  # further tokens harm nobody
+        ([*ALPHABET[:3], *reversed(ALPHABET[3:])], "its tokenizer has other tokens"),
+        (ALPHABET[:-1], "its vocabulary is smaller than the policy's"),
+    ],
+)
+@pytest.mark.parametrize("words", [{"advantage": "gae"}, {"loss": "distill"}], ids=["critic", "teacher"])
+def test_a_further_model_must_have_the_policys_tokens(
+    config: Config, tmp_path: Path, words: dict[str, str], alphabet: list[str], why: str | None
+) -> None:
+    path = str(tmp_path / "further")
+    write_model(Path(path), alphabet=alphabet, seed=0)
+    further = {"critic": {"path": path}} if "advantage" in words else {}
+    changes = {"algorithm": words if further else {**words, "reference": path}, **further}
+    with_model = parse_config(config.model_dump(mode="json") | changes)
+    algorithm = build_algorithm(with_model, identify_inputs(with_model))
+    if why is None:
+        build_engines(with_model, group=None, algorithm=algorithm).close()
+        return
+    with pytest.raises(ConfigError, match=f"cannot be used beside(.|\n)*{why}(.|\n)*same tokenizer"):
+        build_engines(with_model, group=None, algorithm=algorithm)
 
 
 def test_a_resume_keeps_the_weights_of_its_reference(config: Config) -> None:
