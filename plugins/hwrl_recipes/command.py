@@ -7,6 +7,7 @@ commands that run it.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from importlib.resources import files
 from pathlib import Path
@@ -53,7 +54,7 @@ def write(name: str, directory: Path) -> None:
     config = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     written = {"config.yaml": config}
     written |= {file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir() if file.name in config}
-    if present := [file for file in written if (directory / file).exists()]:
+    if present := [file for file in written if os.path.lexists(directory / file)]:
         raise ConfigError(
             f"cannot write the recipe to {directory}",
             why=f"{', '.join(present)} exists there",
@@ -62,7 +63,8 @@ def write(name: str, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in written.items():
-            (directory / file).write_text(text, encoding="utf-8")
+            with (directory / file).open("x", encoding="utf-8") as created:  # through no link
+                created.write(text)
     except OSError as exc:
         raise ConfigError(f"cannot write {directory}", why=str(exc), fix=f"hwrl recipe {name} DIR") from exc
 

@@ -125,6 +125,15 @@ def test_a_wrong_name_and_a_folder_with_such_a_file_are_refused(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.yaml", "mine")]
 
 
+def test_a_recipe_is_written_through_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/chain_sum.py").symlink_to(tmp_path / "elsewhere")
+    assert main(["recipe", "cpu", str(tmp_path / "folder")]) == 1
+    assert "chain_sum.py exists there" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["chain_sum.py"]
+
+
 # -- the files ------------------------------------------------------------------------------------------------------
 
 
